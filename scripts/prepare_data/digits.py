@@ -1,0 +1,112 @@
+"""Write the digit task of the quickstart: parquet files for RL (train, val) and its SFT warm start (sft_train, sft_val).
+
+The four files share no problem, and the space of problems (ten to the power of the length) is larger than all of them.
+
+Example: python scripts/prepare_data/digits.py --output_dir data/digits --task sort --length 10
+"""
+
+import argparse
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+DATA_SOURCE = "digits"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of problem over a string of digits."""
+
+    solve: Callable[[str], str]
+    """From the digits to the answer."""
+    default_length: int
+    """Digits of a problem when the command line names no other number."""
+
+
+TASKS = {
+    "sort": Task(solve=lambda digits: "".join(sorted(digits)), default_length=10),
+    "sum": Task(solve=lambda digits: str(sum(map(int, digits))), default_length=5),
+}
+
+
+def distinct_problems(count: int, length: int, seed: int) -> list[str]:
+    """``count`` different strings of ``length`` random digits (digits may repeat), in random order.
+
+    Raises ``ValueError`` when there are fewer than twice as many such strings.
+    """
+    if length < 1 or 2 * count > 10**length:
+        raise ValueError(
+            f"--length must give at least twice as many problems as are asked for, got {count} problems of length "
+            f"{length}. Raise --length, or lower --num_train, --num_val or --num_sft."
+        )
+    generator = random.Random(seed)
+    problems: dict[str, None] = {}
+    while len(problems) < count:
+        problems["".join(generator.choices("0123456789", k=length))] = None
+    return list(problems)
+
+
+def rl_row(problem: str, task: str, split: str, index: int) -> dict[str, Any]:
+    """One row of an RL file: the prompt as chat messages and the answer as ground truth."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": problem}],
+        "ability": task,
+        "reward_model": {"style": "rule", "ground_truth": TASKS[task].solve(problem)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def sft_row(problem: str, task: str) -> dict[str, Any]:
+    """One row of an SFT file: a worked example as a conversation."""
+    answer = TASKS[task].solve(problem)
+    return {"messages": [{"role": "user", "content": problem}, {"role": "assistant", "content": answer}]}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write to; made if missing")
+    parser.add_argument("--task", choices=sorted(TASKS), default="sort", help="sort the digits, or add them up")
+    parser.add_argument("--length", type=int, default=None, help="digits per problem (default: 10 to sort, 5 to add)")
+    parser.add_argument("--num_train", type=int, default=20480, help="RL training problems")
+    parser.add_argument("--num_val", type=int, default=256, help="RL validation problems")
+    parser.add_argument("--num_sft", type=int, default=16384, help="worked examples to train on")
+    parser.add_argument("--num_sft_val", type=int, default=256, help="worked examples that say when to stop")
+    parser.add_argument("--seed", type=int, default=1, help="seed of all problems")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Draw the problems, share them out and write the files."""
+    options = parse_arguments(arguments)
+    sizes = {
+        "val": options.num_val,
+        "sft_val": options.num_sft_val,
+        "sft_train": options.num_sft,
+        "train": options.num_train,
+    }
+    length = options.length or TASKS[options.task].default_length
+    try:
+        problems = iter(distinct_problems(sum(sizes.values()), length, options.seed))
+    except ValueError as error:
+        raise SystemExit(f"digits.py: {error}") from None
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    for split, size in sizes.items():
+        chosen = [next(problems) for _ in range(size)]
+        if split.startswith("sft"):
+            rows = [sft_row(problem, options.task) for problem in chosen]
+        else:
+            rows = [rl_row(problem, options.task, split, index) for index, problem in enumerate(chosen)]
+        path = options.output_dir / f"{split}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        print(f"{path}: {size} problems")
+
+
+if __name__ == "__main__":
+    main()

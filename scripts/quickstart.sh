@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# From nothing to a trained model on a CPU: install, make a tiny model and a task, warm-start with SFT, train with RL.
+# Usage: bash scripts/quickstart.sh [override ...]      (overrides go to the RL run; SEED=2 chooses another seed)
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+seed=${SEED:-1}
+out=${RUN_ROOT:-runs/quickstart}
+export SEED=$seed MODEL_PATH="$out/sft_model" DATA_DIR="$out/data" RUN_DIR="$out/rl" PYTHON="$root/.venv/bin/python"
+
+echo "[1/4] installing into .venv (skipped when current)"
+bash scripts/install.sh cpu
+
+echo "[2/4] making the task (sorting digits) and a tiny model"
+"$PYTHON" scripts/prepare_data/digits.py --output_dir "$DATA_DIR" --seed "$seed"
+"$PYTHON" scripts/make_tiny_model.py --output_dir "$out/base_model" --seed "$seed"
+
+echo "[3/4] warm start with SFT"
+"$PYTHON" -m verl_rc.main_sft model.path="$out/base_model" data.train_files="$DATA_DIR/sft_train.parquet" \
+    data.val_files="$DATA_DIR/sft_val.parquet" trainer.output_dir="$MODEL_PATH" trainer.seed="$seed"
+
+echo "[4/4] training with rollout correction"
+bash recipes/quickstart_digits_cpu.sh "$@"

@@ -1,0 +1,93 @@
+"""The import contracts of pyproject.toml hold for the package, and each of them can fail."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from architecture.source_tree import PACKAGE, ROOT
+
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+LINT = (
+    "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(is_debug_mode=False, show_timings=False))"
+)
+
+FAULTS = {
+    "layers": ("tensor_ops/__init__.py", "import verl_rc.driver"),
+    "ray": ("rollout/__init__.py", "def late():\n    import ray"),
+    "vllm": ("workers/__init__.py", "import vllm"),
+    "vllm-sender": ("weight_sync/sender.py", "import verl_rc.weight_sync.receiver"),
+    "wandb": ("metrics/record.py", "import wandb"),
+    "hydra": ("main_ppo.py", "from omegaconf import OmegaConf"),
+    "config-light": ("config/__init__.py", "from torch import Tensor"),
+    "siblings": ("config/__init__.py", "import verl_rc.metrics"),
+}
+
+
+def lint_imports(folder: Path) -> tuple[int, str]:
+    result = subprocess.run([sys.executable, "-c", LINT], cwd=folder, capture_output=True, text=True, check=False)
+    return result.returncode, result.stdout + result.stderr
+
+
+@pytest.fixture
+def skeleton(tmp_path):
+    """An empty package of the same shape, with one allowed import of each kind."""
+    layers = next(contract for contract in CONTRACTS if contract["type"] == "layers")["layers"]
+    for name in re.findall(r"\w+", " ".join(layers)):
+        if name.startswith("main_") or name == "cli":
+            (tmp_path / f"verl_rc/{name}.py").parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / f"verl_rc/{name}.py").write_text("")
+        else:
+            (tmp_path / "verl_rc" / name).mkdir(parents=True)
+            (tmp_path / "verl_rc" / name / "__init__.py").write_text("")
+    (tmp_path / "verl_rc/__init__.py").write_text("")
+    for name, text in {
+        "weight_sync/manifest.py": "",
+        "weight_sync/transfer_group.py": "",
+        "weight_sync/sender.py": "from verl_rc.weight_sync import manifest",
+        "weight_sync/receiver.py": "import vllm",
+        "metrics/record.py": "import verl_rc.config",
+        "metrics/sinks.py": "import wandb",
+        "config/load.py": "import hydra, omegaconf",
+        "cluster/placement.py": "import ray",
+        "driver/train.py": "import ray\nfrom verl_rc.metrics import sinks\nfrom verl_rc.config import load",
+        "rollout/engine.py": "import vllm\nfrom verl_rc.weight_sync import receiver",
+        "main_ppo.py": "from verl_rc.driver import train",
+    }.items():
+        (tmp_path / "verl_rc" / name).write_text(text)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_the_package_keeps_every_contract(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "verl_rc", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    status, report = lint_imports(tmp_path)
+    assert status == 0, report
+
+
+def test_what_the_design_allows_is_allowed(skeleton):
+    status, report = lint_imports(skeleton)
+    assert status == 0, report
+
+
+def test_every_contract_notices_its_fault(skeleton):
+    assert set(FAULTS) == {contract["id"] for contract in CONTRACTS}
+    for file, code in FAULTS.values():
+        with (skeleton / "verl_rc" / file).open("a") as module:
+            module.write(f"\n{code}\n")
+    status, report = lint_imports(skeleton)
+    assert status == 1, report
+    for contract in CONTRACTS:
+        assert f"{contract['name']} BROKEN" in re.sub(r"\s+", " ", report)
+
+
+def test_a_package_without_a_place_in_the_layers_is_noticed(skeleton):
+    (skeleton / "verl_rc" / "utils").mkdir()
+    (skeleton / "verl_rc" / "utils" / "__init__.py").write_text("")
+    status, report = lint_imports(skeleton)
+    assert status == 1, report
+    assert "utils" in report

@@ -1,0 +1,128 @@
+"""Group-relative estimators against loops in float64 and against each other."""
+
+import statistics
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from verl_rc.advantage import compute_advantages
+
+
+def one_token_rows(scores: list[float]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(scores, dtype=torch.float64).unsqueeze(1), torch.ones(len(scores), 1)
+
+
+def row_advantages(name: str, scores: list[float], groups: list[int], **options: bool) -> list[float]:
+    return compute_advantages(name, *one_token_rows(scores), group_ids=groups, **options)[0][:, 0].tolist()
+
+
+def members(groups: list[int]) -> dict[int, list[int]]:
+    rows = defaultdict(list)
+    for row, group in enumerate(groups):
+        rows[group].append(row)
+    return rows
+
+
+score_lists = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.5, 1.0, 1.0, -3.25, 7.0]), st.integers(0, 3)), min_size=1, max_size=12
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(score_lists)
+def test_group_sums_are_zero_and_rloo_is_grpo_times_n_over_n_minus_one(rows: list[tuple[float, int]]) -> None:
+    scores, groups = [score for score, _ in rows], [group for _, group in rows]
+    centred = row_advantages("grpo", scores, groups, norm_adv_by_std_in_grpo=False)
+    normalised = row_advantages("grpo", scores, groups)
+    left_out = row_advantages("rloo", scores, groups)
+    for group in members(groups).values():
+        n = len(group)
+        if n == 1:
+            assert [centred[group[0]], left_out[group[0]]] == [scores[group[0]]] * 2
+            assert normalised[group[0]] == pytest.approx(scores[group[0]], rel=1e-5)
+            continue
+        assert sum(centred[row] for row in group) == pytest.approx(0, abs=1e-9)
+        deviation = statistics.stdev(scores[row] for row in group)
+        for row in group:
+            others = [scores[other] for other in group if other != row]
+            assert left_out[row] == pytest.approx(scores[row] - statistics.mean(others))
+            assert left_out[row] == pytest.approx(n / (n - 1) * centred[row])
+            assert normalised[row] == pytest.approx(centred[row] / (deviation + 1e-6), abs=1e-8)
+
+
+@settings(deadline=None, max_examples=50)
+@given(score_lists, st.booleans())
+def test_passk_pays_the_best_rows_lead_only(rows: list[tuple[float, int]], normalise: bool) -> None:
+    scores, groups = [score for score, _ in rows], [group for _, group in rows]
+    advantages = row_advantages("grpo_passk", scores, groups, norm_adv_by_std_in_grpo=normalise)
+    for group in members(groups).values():
+        expected = dict.fromkeys(group, 0.0)
+        if len(group) > 1:
+            best, second = sorted(group, key=lambda row: -scores[row])[:2]
+            scale = statistics.stdev(scores[row] for row in group) + 1e-6 if normalise else 1.0
+            expected[best] = (scores[best] - scores[second]) / scale
+        for row in group:
+            assert advantages[row] == pytest.approx(expected[row])
+
+
+def test_equal_scores_give_zero_even_when_they_are_no_round_numbers() -> None:
+    rewards, mask = one_token_rows([0.1] * 7)
+    advantages, _ = compute_advantages("grpo", rewards.float(), mask, group_ids=[0] * 7)
+    assert advantages.abs().max().item() < 1e-8
+
+
+def test_scores_are_sums_over_the_row_and_spread_over_its_tokens() -> None:
+    rewards = torch.tensor([[1.0, 2.0, torch.nan], [0.0, 0.0, 5.0], [0.5, 0.5, 0.5]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]])
+    advantages, returns = compute_advantages(
+        "grpo", rewards, mask, group_ids=["a", "a", "b"], norm_adv_by_std_in_grpo=False
+    )
+    assert advantages.tolist() == [[-1.0, -1.0, 0.0], [1.0, 1.0, 0.0], [1.5, 1.5, 1.5]]
+    assert torch.equal(advantages, returns)
+
+
+def test_opo_weights_the_baseline_by_length_by_hand() -> None:
+    rewards = torch.tensor([[4.0, 0.0, 0.0], [1.0, 0.0, 0.0], [2.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    advantages, _ = compute_advantages("opo", rewards, mask, group_ids=[7, 7, 9])
+    baseline = (1 * 4 + 3 * 1) / 4
+    assert advantages[:, 0].tolist() == [4 - baseline, 1 - baseline, 0]
+
+
+def test_gpg_scales_by_rows_over_rows_with_a_score() -> None:
+    assert row_advantages("gpg", [2.0, 0.0, 0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1, 1, 2]) == pytest.approx(
+        [3.0, -3.0, -1.0, 2.0, -1.0, 0.0]
+    )
+    assert row_advantages("gpg", [0.0, 0.0], [0, 0]) == [0.0, 0.0]
+
+
+def test_reinforce_plus_plus_baseline_whitens_centred_scores_over_tokens() -> None:
+    rewards = torch.tensor([[3.0, 0.0], [1.0, 0.0], [5.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
+    advantages, _ = compute_advantages("reinforce_plus_plus_baseline", rewards, mask, group_ids=[0, 0, 1])
+    per_token = [1.0, 1.0, -1.0, 5.0, 5.0]
+    mean, deviation = statistics.mean(per_token), statistics.stdev(per_token)
+    assert advantages[mask.bool()].tolist() == pytest.approx([(x - mean) / deviation for x in per_token])
+
+
+def test_gdpo_normalises_parts_separately_then_whitens() -> None:
+    parts = [[1.0, 10.0], [0.0, 30.0], [1.0, 20.0], [0.5, 0.0]]
+    groups, weights = [0, 0, 0, 1], [1.0, 0.5]
+    rewards, mask = one_token_rows([0.0] * 4)
+    advantages, _ = compute_advantages(
+        "gdpo", rewards, mask, groups, component_scores=torch.tensor(parts), component_weights=weights
+    )
+    totals = []
+    for row in range(4):
+        total = 0.0
+        for k, weight in enumerate(weights):
+            column = [parts[other][k] for other in range(4) if groups[other] == groups[row]]
+            mean, deviation = (statistics.mean(column), statistics.stdev(column)) if len(column) > 1 else (0.0, 1.0)
+            total += weight * (parts[row][k] - mean) / (deviation + 1e-6)
+        totals.append(total)
+    expected = [(total - statistics.mean(totals)) / statistics.stdev(totals) for total in totals]
+    assert advantages[:, 0].tolist() == pytest.approx(expected)

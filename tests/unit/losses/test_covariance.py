@@ -1,0 +1,113 @@
+"""Selection by covariance: loops in float64, thresholds, the draw."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from verl_rc.losses import PolicyLossInputs, compute_policy_loss, selection_scores, selection_threshold
+
+
+def covariances(batch: Any) -> dict[tuple[int, int], float]:
+    """(A − mean A)(lp − mean lp) of every kept token, in float64."""
+    tokens = [(row, column) for row, column in batch.loss_mask.nonzero().tolist()]
+    advantage_mean = sum(batch.advantages[t].item() for t in tokens) / len(tokens)
+    log_prob_mean = sum(batch.log_probs[t].item() for t in tokens) / len(tokens)
+    return {
+        t: (batch.advantages[t].item() - advantage_mean) * (batch.log_probs[t].item() - log_prob_mean) for t in tokens
+    }
+
+
+@pytest.mark.parametrize(("share", "count"), [(1e-6, 1), (0.3, None), (1.0, None)])
+def test_kl_cov_penalises_the_tokens_of_largest_covariance(
+    share: float, count: int | None, make_batch: Callable[..., Any]
+) -> None:
+    batch = make_batch(seed=10)
+    loss, metrics = compute_policy_loss(
+        "kl_cov", **batch.policy_loss_arguments(), config={"kl_cov_ratio": share, "ppo_kl_coef": 0.7}
+    )
+    ordered = sorted(covariances(batch).items(), key=lambda item: -item[1])
+    selected = {token for token, _ in ordered[: count or max(1, math.floor(share * len(ordered)))]}
+    total, gap_total = 0.0, 0.0
+    for token, _ in ordered:
+        gap = (batch.log_probs[token] - batch.old_log_probs[token]).item()
+        gap_total += abs(gap)
+        penalty = 0.7 * abs(gap) if token in selected else 0.0
+        total += batch.weights[token].item() * (-batch.advantages[token].item() * math.exp(gap) + penalty)
+    assert loss.item() == pytest.approx(total / batch.response_mask.sum().item())
+    assert metrics["actor/ppo_kl"].mean().item() == pytest.approx(gap_total / len(ordered))
+
+
+def clip_cov(batch: Any, share: float, low: float, high: float) -> tuple[float, float, torch.Tensor]:
+    log_probs = batch.log_probs.clone().requires_grad_()
+    loss, metrics = compute_policy_loss(
+        "clip_cov",
+        **{**batch.policy_loss_arguments(), "log_probs": log_probs},
+        config={"clip_ratio": 0.2, "clip_cov_ratio": share, "clip_cov_lb": low, "clip_cov_ub": high},
+    )
+    loss.backward()
+    return loss.item(), metrics["actor/pg_clipfrac"].mean().item(), log_probs.grad
+
+
+@pytest.mark.parametrize("share", [1e-6, 0.2, 1.0])
+def test_clip_cov_drops_the_right_number_of_unclipped_tokens_in_the_band(
+    share: float, make_batch: Callable[..., Any]
+) -> None:
+    batch = make_batch(seed=11, rows=20)
+    low, high = -0.3, 1.0
+    band = {token for token, covariance in covariances(batch).items() if low < covariance < high}
+    candidates, undropped_loss = set(), 0.0
+    for row, column in batch.loss_mask.nonzero().tolist():
+        token = (row, column)
+        ratio = math.exp((batch.log_probs[token] - batch.old_log_probs[token]).item())
+        advantage = batch.advantages[token].item()
+        term = max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+        undropped_loss += batch.weights[token].item() * term
+        if token in band and term == -advantage * ratio:
+            candidates.add(token)
+    kept_tokens = int(batch.loss_mask.sum())
+    count = min(max(1, math.floor(share * kept_tokens)), len(candidates))
+    loss, dropped_share, gradient = clip_cov(batch, share, low, high)
+    assert dropped_share == pytest.approx(count / kept_tokens)
+    dropped = {token for token in candidates if gradient[token] == 0}
+    assert len(dropped) == count
+    for token in dropped:
+        gap = (batch.log_probs[token] - batch.old_log_probs[token]).item()
+        undropped_loss += batch.weights[token].item() * batch.advantages[token].item() * math.exp(gap)
+    assert loss == pytest.approx(undropped_loss / batch.response_mask.sum().item())
+
+
+def test_clip_cov_drops_nothing_when_the_band_is_empty(make_batch: Callable[..., Any]) -> None:
+    _, share, gradient = clip_cov(make_batch(seed=12), 1.0, 1e6, 2e6)
+    assert share == 0
+    assert gradient.any()
+
+
+def test_the_draw_is_uniform_and_not_ordered_by_covariance() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = -3 * torch.rand(64, 256, generator=generator)
+    inputs = PolicyLossInputs(
+        old_log_probs=old,
+        log_probs=old,
+        advantages=torch.randn(64, 1, generator=generator).expand(64, 256),
+        loss_mask=torch.ones(64, 256, dtype=torch.bool),
+        response_mask=torch.ones(64, 256, dtype=torch.bool),
+        denominator_mask=torch.ones(64, 256, dtype=torch.bool),
+    )
+    zero = torch.zeros(())
+    scores = selection_scores("clip_cov", inputs, zero, zero)
+    drawn = scores[scores > -torch.inf]
+    covariance = selection_scores("kl_cov", inputs, zero, zero)[scores > -torch.inf]
+    counts = torch.histc(drawn, bins=10, min=0, max=1)
+    assert drawn.numel() > 500
+    chi_square = ((counts - drawn.numel() / 10) ** 2 / (drawn.numel() / 10)).sum()
+    assert chi_square < 27.9  # the 99.9th percentile for 9 degrees of freedom
+    assert torch.corrcoef(torch.stack([drawn, covariance]))[0, 1].abs() < 4 / math.sqrt(drawn.numel())
+
+
+def test_threshold_is_the_score_of_the_last_selected_token() -> None:
+    scores = torch.tensor([[3.0, -torch.inf], [7.0, 5.0]])
+    for size, expected in ((1, 7.0), (2, 5.0), (3, 3.0), (4, -torch.inf), (9, -torch.inf)):
+        assert selection_threshold(scores, torch.tensor(size)).item() == expected

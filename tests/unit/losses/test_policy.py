@@ -1,0 +1,272 @@
+"""All policy losses together: golden values, invariances, registration."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from verl_rc.losses import (
+    Aggregation,
+    CovarianceStatistics,
+    LossMetric,
+    PolicyLossInputs,
+    PolicyLossParameters,
+    clean_policy_loss_inputs,
+    compute_policy_loss,
+    covariance_means,
+    policy_loss_names,
+    register_policy_loss,
+    resolve_policy_loss,
+    selection_scores,
+    selection_size,
+    selection_threshold,
+)
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "policy_losses.json").read_text())["cases"]
+NAMES = policy_loss_names()
+CONFIG = {
+    "clip_ratio_low": 0.1,
+    "clip_ratio_high": 0.3,
+    "clip_ratio_c": 1.5,
+    "policy_loss": {
+        "dro_beta": 0.4,
+        "kl_cov_ratio": 0.3,
+        "clip_cov_ratio": 0.2,
+        "clip_cov_lb": -1.0,
+        "clip_cov_ub": 5.0,
+    },
+}
+
+
+def float64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "case", GOLDEN, ids=[f"{index}-{case['name']}-{case['loss_agg_mode']}" for index, case in enumerate(GOLDEN)]
+)
+def test_loss_gradient_and_metrics_equal_golden(case: dict[str, Any]) -> None:
+    log_probs = float64(case["log_probs"]).requires_grad_()
+    weights = case["rollout_is_weights"]
+    loss, metrics = compute_policy_loss(
+        case["name"],
+        float64(case["old_log_probs"]),
+        log_probs,
+        float64(case["advantages"]),
+        float64(case["response_mask"]),
+        rollout_is_weights=None if weights is None else float64(weights),
+        config=case["config"],
+        aggregation=case["loss_agg_mode"],
+    )
+    loss.backward()
+    expected = case["expected"]
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
+    torch.testing.assert_close(log_probs.grad, float64(expected["grad"]), rtol=1e-5, atol=1e-7)
+    assert {name: metric.mean().item() for name, metric in metrics.items()} == pytest.approx(
+        expected["metrics"], rel=1e-5, abs=1e-7
+    )
+
+
+def loss_and_gradient(name: str, arguments: dict[str, Any]) -> tuple[float, Tensor, dict[str, LossMetric]]:
+    log_probs = arguments["log_probs"].clone().requires_grad_()
+    loss, metrics = compute_policy_loss(name, **{"config": CONFIG, **arguments, "log_probs": log_probs})
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    return loss.item(), gradient, dict(metrics)
+
+
+def covariance_statistics(name: str, arguments: dict[str, Any], parts: list[Tensor]) -> CovarianceStatistics | None:
+    """What a trainer computes for a mini-batch from its parts, before the losses."""
+    if name not in ("clip_cov", "kl_cov"):
+        return None
+    parameters = PolicyLossParameters.from_config(CONFIG)
+    cleaned = [
+        clean_policy_loss_inputs(
+            PolicyLossInputs(
+                **{field: arguments[field][rows] for field in arguments if field != "aggregation"},
+                denominator_mask=arguments["loss_mask"][rows],
+                parameters=parameters,
+            )
+        )
+        for rows in parts
+    ]
+    sums = [covariance_means(inputs) for inputs in cleaned]
+    advantage_mean = sum((s[0] for s in sums[1:]), sums[0][0]).mean()
+    log_prob_mean = sum((s[1] for s in sums[1:]), sums[0][1]).mean()
+    size = selection_size(name, cleaned[0], arguments["loss_mask"].sum())
+    candidates = [
+        selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten().topk(int(size)).values
+        for inputs in cleaned
+    ]
+    return CovarianceStatistics(advantage_mean, log_prob_mean, selection_threshold(torch.cat(candidates), size))
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("name", NAMES)
+def test_micro_batches_add_up_to_the_mini_batch(name: str, mode: str, make_batch: Callable[..., Any]) -> None:
+    batch = make_batch(seed=3)
+    arguments = batch.policy_loss_arguments()
+    aggregation = Aggregation(mode, batch.response_mask.sum(), batch.response_mask.any(-1).sum())
+    whole, gradient, metrics = loss_and_gradient(name, {**arguments, "aggregation": aggregation})
+    parts = [torch.tensor([4, 0, 3]), torch.tensor([1]), torch.tensor([2, 5])]
+    statistics = covariance_statistics(name, arguments, parts)
+    losses, gradients, part_metrics = zip(
+        *(
+            loss_and_gradient(
+                name,
+                {
+                    **{field: torch.nn.functional.pad(tensor[rows], (0, 2)) for field, tensor in arguments.items()},
+                    "aggregation": aggregation,
+                    "covariance_statistics": statistics,
+                },
+            )
+            for rows in parts
+        ),
+        strict=True,
+    )
+    assert sum(losses) == pytest.approx(whole, abs=1e-12)
+    torch.testing.assert_close(torch.cat([g[:, :-2] for g in gradients]), gradient[torch.cat(parts)])
+    for key, metric in metrics.items():
+        merged = sum((m[key] for m in part_metrics[1:]), part_metrics[0][key])
+        assert merged.mean().item() == pytest.approx(metric.mean().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_outside_the_masks_matters_not_even_nan(name: str, make_batch: Callable[..., Any]) -> None:
+    batch = make_batch(seed=4)
+    clean = loss_and_gradient(name, batch.policy_loss_arguments())
+    outside = ~batch.response_mask
+    poisoned = {
+        field: tensor.masked_fill(outside, torch.nan) if tensor.is_floating_point() else tensor
+        for field, tensor in batch.policy_loss_arguments().items()
+    }
+    poisoned["rollout_is_weights"] = batch.weights.masked_fill(~batch.loss_mask, torch.nan)
+    loss, gradient, metrics = loss_and_gradient(name, poisoned)
+    assert loss == clean[0]
+    assert torch.equal(gradient, clean[1])
+    assert {k: m.mean() for k, m in metrics.items()} == {k: m.mean() for k, m in clean[2].items()}
+    assert not gradient[~batch.loss_mask].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_a_rejected_token_without_a_finite_log_prob_leaves_all_gradients_finite(
+    name: str, bad: float, make_batch: Callable[..., Any]
+) -> None:
+    batch = make_batch(seed=5)
+    rejected = batch.response_mask & ~batch.loss_mask
+    assert rejected[0].any()
+    for field in ("old_log_probs", "log_probs"):
+        arguments = batch.policy_loss_arguments()
+        arguments[field] = arguments[field].masked_fill(rejected, bad)
+        loss, gradient, metrics = loss_and_gradient(name, arguments)
+        assert torch.isfinite(torch.tensor([loss, *(m.mean() for m in metrics.values())])).all()
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_kept_gives_zero_loss_and_zero_gradient(name: str, make_batch: Callable[..., Any]) -> None:
+    arguments = make_batch().policy_loss_arguments()
+    arguments["loss_mask"] = torch.zeros_like(arguments["loss_mask"])
+    loss, gradient, metrics = loss_and_gradient(name, arguments)
+    assert loss == 0
+    assert not gradient.any()
+    assert all(metric.mean() == 0 for metric in metrics.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_of_one_equal_no_weights_and_carry_no_gradient(name: str, make_batch: Callable[..., Any]) -> None:
+    arguments = make_batch().policy_loss_arguments()
+    weights = torch.ones_like(arguments["log_probs"]).requires_grad_()
+    log_probs = arguments["log_probs"].clone().requires_grad_()
+    with_ones, _ = compute_policy_loss(
+        name, **{**arguments, "log_probs": log_probs, "rollout_is_weights": weights}, config=CONFIG
+    )
+    without, _ = compute_policy_loss(name, **{**arguments, "rollout_is_weights": None}, config=CONFIG)
+    assert with_ones.item() == pytest.approx(without.item(), rel=1e-9)
+    with_ones.backward()
+    assert weights.grad is None
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"geo_mean"}))
+def test_rejecting_a_token_changes_no_other_tokens_gradient(name: str, make_batch: Callable[..., Any]) -> None:
+    batch = make_batch(seed=6)
+    arguments = {**batch.policy_loss_arguments(), "loss_mask": batch.response_mask}
+    statistics = covariance_statistics(name, arguments, [torch.arange(6)])
+    arguments |= {"covariance_statistics": statistics}
+    _, before, _ = loss_and_gradient(name, arguments)
+    _, after, _ = loss_and_gradient(name, {**arguments, "loss_mask": batch.loss_mask})
+    torch.testing.assert_close(after, before * batch.loss_mask)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_without_reading_tensors_on_the_host(name: str) -> None:
+    with FakeTensorMode():
+        tensor = torch.zeros(2, 3)
+        loss, _ = compute_policy_loss(name, tensor, tensor, tensor, tensor, tensor, tensor, tensor, config=CONFIG)
+    assert loss.shape == ()
+
+
+def test_low_precision_log_probs_are_computed_in_float32(make_batch: Callable[..., Any]) -> None:
+    arguments = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in make_batch().__dict__.items()}
+    loss, _ = compute_policy_loss(
+        "vanilla", arguments["old_log_probs"], arguments["log_probs"], arguments["advantages"], arguments["loss_mask"]
+    )
+    assert loss.dtype == torch.float32
+
+
+def test_denominators_default_to_the_response(make_batch: Callable[..., Any]) -> None:
+    batch = make_batch()
+    arguments = batch.policy_loss_arguments()
+    original = compute_policy_loss("gpg", **arguments)[0].item()
+    kept = compute_policy_loss("gpg", **arguments, denominator_mask=batch.loss_mask)[0].item()
+    total = (-batch.advantages * batch.log_probs * batch.weights)[batch.loss_mask].sum().item()
+    assert original == pytest.approx(total / batch.response_mask.sum().item())
+    assert kept == pytest.approx(total / batch.loss_mask.sum().item())
+
+
+def squared_loss(inputs: PolicyLossInputs) -> tuple[Tensor, dict[str, LossMetric]]:
+    return inputs.reduce(inputs.log_probs.square()), {}
+
+
+def test_user_losses_are_found_by_registered_name_and_by_module_and_function() -> None:
+    register_policy_loss("squared_for_test")(squared_loss)
+    twos, ones = torch.full((1, 2), 2.0), torch.ones(1, 2)
+    assert compute_policy_loss("squared_for_test", twos, twos, ones, ones)[0].item() == 4
+    assert resolve_policy_loss("verl_rc.losses.gpg:gpg_loss") is resolve_policy_loss("gpg")
+    with pytest.raises(ValueError, match="'vanilla' is registered already"):
+        register_policy_loss("vanilla")(squared_loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ppo", r"loss_mode must be one of vanilla, .*, or 'module:function'; got 'ppo'"),
+        ("no_such_module:loss", r"'no_such_module:loss' must name a function in an importable module"),
+        ("verl_rc.losses.gpg:no_such_loss", "must name a function"),
+    ],
+)
+def test_refuses_names_of_no_loss(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_policy_loss(name)
+
+
+def test_refuses_tensors_of_other_shapes(make_batch: Callable[..., Any]) -> None:
+    arguments = make_batch().policy_loss_arguments()
+    arguments["advantages"] = arguments["advantages"][:, :1]
+    with pytest.raises(ValueError, match=r"like log_probs, \(6, 7\); got \{'advantages': \(6, 1\)\}"):
+        compute_policy_loss("vanilla", **arguments)
+
+
+def test_only_clip_ratio_given_has_an_effect(make_batch: Callable[..., Any]) -> None:
+    arguments = make_batch().policy_loss_arguments()
+    narrow = compute_policy_loss("vanilla", **arguments, config={"clip_ratio": 0.01})[0]
+    explicit = compute_policy_loss("vanilla", **arguments, config={"clip_ratio_low": 0.01, "clip_ratio_high": 0.01})[0]
+    wide = compute_policy_loss("vanilla", **arguments, config=replace(PolicyLossParameters(), clip_ratio_high=0.5))[0]
+    assert narrow == explicit
+    assert narrow != wide

@@ -1,0 +1,79 @@
+"""Opening sinks by name, and handing everything to all of them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verl_rc.metrics.sinks import LOGGERS, Tracker, open_tracker
+
+
+class RecordingSink:
+    def __init__(self, fails=False):
+        self.calls, self.fails = [], fails
+
+    def log(self, *arguments):
+        self.calls.append(("log", *arguments))
+
+    def log_table(self, *arguments):
+        self.calls.append(("log_table", *arguments))
+
+    def log_histogram(self, *arguments):
+        self.calls.append(("log_histogram", *arguments))
+
+    def close(self):
+        self.calls.append(("close",))
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_everything_reaches_every_sink():
+    sinks = [RecordingSink(), RecordingSink()]
+    tracker = Tracker(sinks)
+    tracker.log({"a": 1.0}, step=1)
+    tracker.log_table("t", ["x"], [[1]], step=2)
+    tracker.log_histogram("h", [0.0, 1.0], [3], step=3)
+    tracker.close()
+    expected = [("log", {"a": 1.0}, 1), ("log_table", "t", ["x"], [[1]], 2), ("log_histogram", "h", [0.0, 1.0], [3], 3)]
+    assert [sink.calls for sink in sinks] == [[*expected, ("close",)]] * 2
+
+
+def test_all_sinks_are_closed_when_one_fails():
+    sinks = [RecordingSink(fails=True), RecordingSink(fails=True), RecordingSink()]
+    with pytest.raises(OSError, match="disk full"):
+        Tracker(sinks).close()
+    assert [sink.calls for sink in sinks] == [[("close",)]] * 3
+
+
+def test_histograms_need_one_edge_more_than_counts():
+    with pytest.raises(ValueError, match="one edge more than counts, got 2 edges, 2 counts"):
+        Tracker([]).log_histogram("h", [0.0, 1.0], [1, 2], step=1)
+
+
+def open_named(loggers, folder):
+    return open_tracker(loggers, "project", "experiment", folder, {}, total_steps=2)
+
+
+def test_unknown_loggers_are_refused_with_the_list(tmp_path):
+    with pytest.raises(ValueError, match=rf"trainer.logger must .* out of {', '.join(LOGGERS)}, got mlflow"):
+        open_named(["console", "mlflow"], tmp_path)
+
+
+def test_verls_name_for_json_lines_works_and_opens_one_file_only(tmp_path):
+    tracker = open_named(["file", "jsonl"], tmp_path)
+    tracker.log({"a": 1.0}, step=1)
+    tracker.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 1.0}\n'
+    assert tracker.run_id is None
+
+
+def test_tensorboard_that_is_not_installed_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.delitem(sys.modules, "verl_rc.metrics.sinks.tensorboard_sink", raising=False)
+    with pytest.raises(ValueError, match=r"pip install 'verl_rc\[tensorboard\]'"):
+        open_named(["tensorboard"], tmp_path)
+
+
+def test_wandb_and_torch_are_loaded_only_when_asked_for():
+    code = "import sys, verl_rc.metrics.sinks; sys.exit(bool({'wandb', 'torch', 'tensorboard'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,66 @@
+"""Receipts and gap limits: each planted fault is named."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from verl_rc.weight_sync.manifest import Manifest, TensorSpec
+from verl_rc.weight_sync.proof import GapMonitor, LogProbGap, SyncProofError, check_receipts, engine_precision
+from verl_rc.weight_sync.sender import SendReceipt
+
+MANIFEST = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
+SENT = SendReceipt({"a": 1, "b": 2}, 20)
+
+
+def receipt(**changes: Any) -> dict[str, Any]:
+    return {"digests": {"a": 1, "b": 2}, "not_loaded": [], **changes}
+
+
+def test_a_complete_update_passes() -> None:
+    check_receipts(MANIFEST, SENT, [[receipt()], [receipt(), receipt()]], version=3)
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "message"),
+    [
+        (SendReceipt({"a": 1}, 8), receipt(), "all 2 tensors must be sent, missing b"),
+        (SENT, receipt(digests={"a": 1}), "received 1, missing b"),
+        (SENT, receipt(digests={"a": 1, "b": 7}), "differ for b"),
+        (SENT, receipt(not_loaded=["lm_head.weight"]), "untouched: lm_head.weight"),
+    ],
+)
+def test_each_fault_is_named(sent: SendReceipt, received: dict[str, Any], message: str) -> None:
+    with pytest.raises(SyncProofError, match=message):
+        check_receipts(MANIFEST, sent, [[received]], version=3)
+
+
+def test_gap_counts_masked_positions_only() -> None:
+    gap = LogProbGap.between(
+        torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -2.0, float("nan")]]), torch.tensor([[True, True, False]])
+    )
+    assert gap == LogProbGap(mean=0.25, maximum=0.5)
+
+
+def test_a_first_step_beyond_the_engines_precision_is_refused() -> None:
+    with pytest.raises(SyncProofError, match="at most 0.0001 nats"):
+        GapMonitor("float32").check(LogProbGap(0.05, 0.4), "step 1")
+
+
+def test_the_limit_is_calibrated_at_the_first_step() -> None:
+    monitor = GapMonitor("fp8_weights")
+    monitor.check(LogProbGap(0.03, 1.4), "step 1")
+    assert monitor.limit == pytest.approx(0.12)
+    with pytest.raises(SyncProofError):
+        monitor.check(LogProbGap(0.13, 1.4), "step 2")
+
+
+def test_not_a_number_is_refused() -> None:
+    with pytest.raises(SyncProofError):
+        GapMonitor("fp8_kv_cache").check(LogProbGap(float("nan"), 0.0), "step 1")
+
+
+def test_precision_is_the_least_precise_part() -> None:
+    assert engine_precision("bfloat16", None, "auto") == "bfloat16"
+    assert engine_precision("bfloat16", "fp8_per_channel", "auto") == "fp8_weights"
+    assert engine_precision("bfloat16", "fp8_per_channel", "fp8") == "fp8_kv_cache"

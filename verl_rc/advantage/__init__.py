@@ -1,0 +1,21 @@
+"""Advantage estimation, pure: one family a file, all reached through `compute_advantages`."""
+
+from verl_rc.advantage.estimators import (
+    advantage_estimator_names,
+    compute_advantages,
+    register_advantage_estimator,
+    resolve_advantage_estimator,
+)
+from verl_rc.advantage.inputs import AdvantageEstimator, AdvantageInputs
+from verl_rc.advantage.reward_kl import KLController, apply_kl_in_reward
+
+__all__ = [
+    "AdvantageEstimator",
+    "AdvantageInputs",
+    "KLController",
+    "advantage_estimator_names",
+    "apply_kl_in_reward",
+    "compute_advantages",
+    "register_advantage_estimator",
+    "resolve_advantage_estimator",
+]

@@ -1,0 +1,175 @@
+"""The advantage estimators by name, and the function that runs one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from verl_rc.advantage.gae import gae
+from verl_rc.advantage.group_relative import (
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
+from verl_rc.advantage.groups import make_groups
+from verl_rc.advantage.inputs import AdvantageEstimator, AdvantageInputs
+from verl_rc.advantage.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from verl_rc.advantage.reinforce import reinforce_plus_plus, remax
+
+_ESTIMATORS: dict[str, AdvantageEstimator] = {
+    "gae": gae,
+    "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "gdpo": gdpo,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": tir_optimal_token_baseline,
+}
+_WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
+_ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+
+
+def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """Makes a function known as an advantage estimator under `name`, for use as a decorator.
+
+    Raises:
+        ValueError: when the name is taken by another function.
+    """
+
+    def register(estimator: AdvantageEstimator) -> AdvantageEstimator:
+        if name in _ALIASES or _ESTIMATORS.get(name, estimator) is not estimator:
+            raise ValueError(f"an advantage estimator named {name!r} is registered already; choose another name")
+        _ESTIMATORS[name] = estimator
+        return estimator
+
+    return register
+
+
+def advantage_estimator_names() -> tuple[str, ...]:
+    """Returns the names of all registered estimators and their aliases."""
+    return (*_ESTIMATORS, *_ALIASES)
+
+
+def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
+    """Finds an estimator by its registered name, or imports it by ``module:function``.
+
+    Raises:
+        ValueError: when there is no such estimator.
+    """
+    registered = _ESTIMATORS.get(_ALIASES.get(name, name))
+    if registered is not None:
+        return registered
+    module_name, separator, function_name = name.partition(":")
+    if not separator:
+        raise ValueError(
+            f"algorithm.adv_estimator must be one of {', '.join(advantage_estimator_names())}, or 'module:function'; "
+            f"got {name!r}"
+        )
+    try:
+        estimator: AdvantageEstimator = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"the estimator {name!r} must name a function in an importable module (is it on PYTHONPATH?): {error}"
+        ) from error
+    return estimator
+
+
+def compute_advantages(  # noqa: PLR0913 - a public entry point, called with keywords
+    name: str,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_ids: Sequence[Hashable] | Tensor | None = None,
+    values: Tensor | None = None,
+    reward_baselines: Tensor | None = None,
+    included_rows: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    norm_adv_by_std_in_grpo: bool = True,
+    component_scores: Tensor | None = None,
+    component_weights: Sequence[float] | None = None,
+    old_log_probs: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes advantages and returns of a whole batch, without gradient.
+
+    Both are 0 outside the response; NaN in any input outside the response is harmless. A finite reward outside the
+    response (tool output after the last token the policy wrote) is credited to the response token before it. Rows
+    without a response token (padding) count nowhere.
+
+    Args:
+        name: a registered estimator (`advantage_estimator_names`) or ``module:function``.
+        token_level_rewards: [B, T], in units of reward.
+        response_mask: [B, T], bool or 0/1; tokens the policy produced, before any rejection.
+        group_ids: the prompt of each row; B strings or integers, or an integer tensor [B].
+        values: [B, T], in units of reward; needed by ``gae``.
+        reward_baselines: [B], in units of reward; score of the greedy answer; needed by ``remax``.
+        included_rows: [B], bool; rows that enter baselines and whitening; all when None. The others get 0. Only for
+            estimators that compare groups.
+        gamma: discount per response token, in [0, 1].
+        lam: decay of GAE per response token, in [0, 1].
+        norm_adv_by_std_in_grpo: whether ``grpo`` divides by the group's standard deviation.
+        component_scores: [B, K], in units of reward; needed by ``gdpo``.
+        component_weights: K factors for ``gdpo``; 1 each when None.
+        old_log_probs: [B, T], nats; needed by the optimal token baselines.
+        sum_pi_squared: [B, T]; Σ_v π(v)²; needed by the optimal token baselines.
+        rollout_is_weights: [B, T]; used by the optimal token baselines.
+
+    Returns:
+        Advantages [B, T] and returns [B, T], in units of reward unless the estimator normalises.
+
+    Raises:
+        ValueError: for an unknown name, unequal shapes, a missing input, or discounts outside [0, 1].
+    """
+    _check_shapes(token_level_rewards, response_mask, values, old_log_probs, sum_pi_squared, rollout_is_weights)
+    for key, number in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= number <= 1:
+            raise ValueError(f"algorithm.{key} must be in [0, 1], got {number}")
+    if included_rows is not None and (group_ids is None or name in _WITHOUT_GROUPS):
+        raise ValueError(
+            f"included_rows leaves rows out of a group's baseline and needs group_ids and an estimator that compares "
+            f"groups; got {name!r} {'without' if group_ids is None else 'with'} group_ids. Set "
+            f"algorithm.rollout_correction.rejected_in_group_baseline=include"
+        )
+    mask = response_mask.bool()
+    if included_rows is not None:
+        mask = mask & included_rows.bool().unsqueeze(-1)
+    rewards = token_level_rewards.detach().to(torch.promote_types(token_level_rewards.dtype, torch.float32))
+    inputs = AdvantageInputs(
+        token_level_rewards=rewards,
+        response_mask=mask,
+        groups=None if group_ids is None else make_groups(group_ids, mask.any(dim=-1)),
+        values=None if values is None else values.detach().to(rewards.dtype),
+        reward_baselines=reward_baselines,
+        component_scores=component_scores,
+        component_weights=component_weights,
+        old_log_probs=old_log_probs,
+        sum_pi_squared=sum_pi_squared,
+        rollout_is_weights=rollout_is_weights,
+        gamma=gamma,
+        lam=lam,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+    )
+    with torch.no_grad():
+        return resolve_advantage_estimator(name)(inputs)
+
+
+def _check_shapes(rewards: Tensor, response_mask: Tensor, *others: Tensor | None) -> None:
+    shapes = [tuple(tensor.shape) for tensor in (response_mask, *others) if tensor is not None]
+    if rewards.ndim != 2 or any(shape != tuple(rewards.shape) for shape in shapes):
+        raise ValueError(
+            f"the tensors of an advantage estimator must be [B, T] like token_level_rewards, which is "
+            f"{tuple(rewards.shape)}; the others are {shapes}"
+        )

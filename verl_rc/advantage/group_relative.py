@@ -1,0 +1,162 @@
+"""Advantages from comparing the answers to one prompt: one score per row, one baseline per group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from verl_rc.advantage.groups import Groups
+from verl_rc.advantage.inputs import AdvantageInputs, required, required_groups
+from verl_rc.advantage.response_order import countable_rewards, in_row_blocks
+from verl_rc.tensor_ops import masked_whiten
+
+STD_EPSILON = 1e-6
+"""Added to a group's standard deviation, in units of reward."""
+
+
+def row_scores(inputs: AdvantageInputs) -> Tensor:
+    """Adds up each row's rewards, wherever in the row they stand: [B], float64, in units of reward.
+
+    Rewards outside the response (a score written on a tool's output) count; NaN and infinities there do not.
+    """
+
+    def block_scores(rewards: Tensor, mask: Tensor) -> Tensor:
+        return countable_rewards(rewards, mask).sum(dim=-1, dtype=torch.float64)
+
+    return in_row_blocks(block_scores, inputs.token_level_rewards, inputs.response_mask)
+
+
+def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group-relative advantages (GRPO, arXiv:2402.03300); without the division, Dr. GRPO (arXiv:2503.20783).
+
+    A = (s − mean_g) / (std_g + 1e-6) on every response token, with n − 1 in the standard deviation; without
+    `norm_adv_by_std_in_grpo`, A = s − mean_g. The only row of a group has A = s: there is nothing to compare it with.
+
+    Returns:
+        Advantages and returns, equal, [B, T].
+    """
+    groups, scores = required_groups(inputs, "grpo"), row_scores(inputs)
+    normalise = _normalised if inputs.norm_adv_by_std_in_grpo else _centred
+    return _on_every_token(normalise(groups, scores), inputs)
+
+
+def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Rewards only a group's best answer, by its lead over the second best (Pass@k training, arXiv:2503.19595).
+
+    A = (s_max − s_second) / (std_g + 1e-6) on the best row's tokens, undivided without `norm_adv_by_std_in_grpo`; 0 on
+    all others. Equal best scores have no lead, and the only row of a group has no second: both give 0.
+
+    Returns:
+        Advantages and returns, equal, [B, T].
+    """
+    groups, scores = required_groups(inputs, "grpo_passk"), row_scores(inputs)
+    best = groups.counted & (scores == groups.per_row(groups.amax(scores)))
+    unique = groups.per_row(groups.sum(best.to(scores.dtype))) == 1
+    second = groups.per_row(replace(groups, counted=groups.counted & ~best).amax(scores))
+    advantages = (scores - second).where(best & unique & second.isfinite(), 0)
+    if inputs.norm_adv_by_std_in_grpo:
+        advantages = advantages / (groups.stds(scores) + STD_EPSILON)
+    return _on_every_token(advantages, inputs)
+
+
+def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Leave-one-out baselines (RLOO, arXiv:2402.14740).
+
+    A = s − mean of the group's other scores = n / (n − 1) · (s − mean_g). The only row of a group has A = s.
+
+    Returns:
+        Advantages and returns, equal, [B, T].
+    """
+    groups, scores = required_groups(inputs, "rloo"), row_scores(inputs)
+    sizes = groups.sizes(scores.dtype)
+    left_out = (scores - groups.means(scores)) * sizes / (sizes - 1).clamp(min=1)
+    return _on_every_token(left_out.where(sizes > 1, scores), inputs)
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group-centred scores whitened over the batch (REINFORCE++ with baseline, arXiv:2501.03262).
+
+    A = s − mean_g on every response token, then whitened over the batch's response tokens; the mean of a group of one
+    is taken as 0.
+
+    Returns:
+        Advantages and returns, equal, dimensionless, [B, T].
+    """
+    groups, scores = required_groups(inputs, "reinforce_plus_plus_baseline"), row_scores(inputs)
+    centred, _ = _on_every_token(_centred(groups, scores), inputs)
+    advantages = masked_whiten(centred, inputs.response_mask)
+    return advantages, advantages
+
+
+def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Scores minus the group's length-weighted mean score (OPO, arXiv:2505.23585).
+
+    A = s − Σ_j n_j s_j / Σ_j n_j with n the number of response tokens. In a group of one A = 0.
+
+    Returns:
+        Advantages and returns, equal, in units of reward, [B, T].
+    """
+    groups, scores = required_groups(inputs, "opo"), row_scores(inputs)
+    lengths = inputs.response_mask.sum(dim=-1).to(scores.dtype)
+    baselines = groups.per_row(groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1))
+    return _on_every_token(scores - baselines, inputs)
+
+
+def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Group-centred scores scaled up by the rows without a signal (GPG, arXiv:2504.02546).
+
+    A = α (s − mean_g) with α = rows / max(1, rows whose score is not 0), over the batch; the mean of a group of one is
+    taken as 0.
+
+    Returns:
+        Advantages and returns, equal, in units of reward, [B, T].
+    """
+    groups, scores = required_groups(inputs, "gpg"), row_scores(inputs)
+    with_signal = (groups.counted & (scores != 0)).sum()
+    return _on_every_token(_centred(groups, scores) * groups.counted.sum() / with_signal.clamp(min=1), inputs)
+
+
+def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Normalises each part of the reward within its group before adding them up (GDPO, arXiv:2601.05242).
+
+    A = Σ_k w_k (s_k − mean_g) / (std_g + 1e-6) on every response token, then whitened over the batch's response tokens;
+    the only row of a group has (s_k − 0) / (1 + 1e-6) in the place of the fraction.
+
+    Returns:
+        Advantages and returns, equal, dimensionless, [B, T].
+
+    Raises:
+        ValueError: when `component_scores` is missing, or scores and weights do not fit the rows and each other.
+    """
+    groups, parts = required_groups(inputs, "gdpo"), required(inputs.component_scores, "component_scores", "gdpo")
+    weights = [1.0] * parts.shape[-1] if inputs.component_weights is None else list(inputs.component_weights)
+    if parts.ndim != 2 or parts.shape[0] != inputs.response_mask.shape[0] or parts.shape[1] != len(weights):
+        raise ValueError(
+            f"component_scores must be [B, K] with B = {inputs.response_mask.shape[0]} rows and one weight "
+            f"(algorithm.gdpo_reward_weights) per component; got {tuple(parts.shape)} and {len(weights)} weights"
+        )
+    normalised = [_normalised(groups, part) for part in parts.to(torch.float64).unbind(dim=-1)]
+    total = torch.stack([weight * part for weight, part in zip(weights, normalised, strict=True)]).sum(dim=0)
+    summed, _ = _on_every_token(total, inputs)
+    advantages = masked_whiten(summed, inputs.response_mask)
+    return advantages, advantages
+
+
+def _centred(groups: Groups, scores: Tensor) -> Tensor:
+    """Scores minus the mean of their group; the mean of a group of one is taken as 0."""
+    return scores - groups.means(scores).where(groups.sizes(scores.dtype) > 1, 0)
+
+
+def _normalised(groups: Groups, scores: Tensor) -> Tensor:
+    """Centred scores over their group's standard deviation; that of a group of one is taken as 1."""
+    scale = groups.stds(scores).where(groups.sizes(scores.dtype) > 1, scores.new_ones(()))
+    return _centred(groups, scores) / (scale + STD_EPSILON)
+
+
+def _on_every_token(row_advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Writes each row's advantage [B] on its response tokens; returns equal advantages."""
+    per_row = row_advantages.to(inputs.token_level_rewards.dtype).unsqueeze(-1)
+    advantages = torch.where(inputs.response_mask, per_row, 0)
+    return advantages, advantages

@@ -1,0 +1,72 @@
+"""The engines as one: requests are split over them in contiguous shares, completions come back in the order of the requests."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl_rc.cluster.environment import engine_environment
+from verl_rc.cluster.placement import Placement
+from verl_rc.cluster.remote import Pending, RemoteProcess, longest_busy, wait_for_all
+from verl_rc.data.batches import Completions
+from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.transfer_group import TransferAddress
+
+
+class EngineGroup:
+    """All vLLM engines of a run."""
+
+    def __init__(self, placement: Placement, **options: Any) -> None:
+        """Start one process per engine; ``build`` makes the engine in it."""
+        environment = engine_environment(placement.engine_threads, placement.device, placement.one_node)
+        self._engines = [
+            RemoteProcess(f"rollout engine {index}", environment, **options) for index in range(placement.num_engines)
+        ]
+        self.busy_seconds = 0.0
+        """Seconds the slowest engine itself computed in the last call."""
+        self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines."""
+        return len(self._engines)
+
+    def build(self, options: EngineOptions) -> list[Pending]:
+        """Build the engines; returns at once."""
+        return [process.build("verl_rc.rollout.engine:RolloutEngine", options=options) for process in self._engines]
+
+    def block_size(self) -> int:
+        """Tokens of one block of the key-value cache: the shortest prefix that can be cached."""
+        return int(wait_for_all([self._engines[0].call("describe")])[0]["block_size"])
+
+    def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> list[Pending]:
+        """Join the weight-transfer group behind the sender, who is rank 0."""
+        return [
+            engine.call("join_transfer", address, 1 + index * workers_per_engine, self._process_group_backend)
+            for index, engine in enumerate(self._engines)
+        ]
+
+    def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> list[Pending]:
+        """Take one weight update; each answer is a list of receipts, one per worker of the engine."""
+        return [engine.call("receive_weights", manifest.to_plain(), bucket_bytes, version) for engine in self._engines]
+
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+        """One completion per request, in order; the requests are shared out evenly."""
+        size = -(-len(requests) // self.num_engines)
+        shares = [list(requests[start : start + size]) for start in range(0, len(requests), size)]
+        pending = [
+            engine.call("generate", share, options)
+            for engine, share in zip(self._engines, shares, strict=False)
+        ]
+        parts: list[Completions] = wait_for_all(pending)
+        self.busy_seconds = longest_busy(pending)
+        completions: Completions = torch.cat(parts)
+        return completions
+
+    def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
+        """Every engine answers all requests: for comparing engines with the trainer one by one."""
+        answers: list[Completions] = wait_for_all(
+            [engine.call("generate", list(requests), options) for engine in self._engines]
+        )
+        return answers

@@ -1,0 +1,51 @@
+"""Environment variables of the processes: what Ray reads on import, what engines and trainers need before torch loads."""
+
+import os
+
+# Ray 2.60 would otherwise write a token file into the home folder, phone home, and hide GPUs from actors that reserve none.
+_RAY = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_open_telemetry": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+_QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def prepare_driver() -> None:
+    """Set what must be there before ``import ray``; the user's own values win."""
+    for name, value in {**_RAY, "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}.items():
+        os.environ.setdefault(name, value)
+
+
+def trainer_environment(num_threads: int) -> dict[str, str]:
+    """Environment of a trainer rank that computes with ``num_threads`` threads."""
+    return {**_QUIET, "OMP_NUM_THREADS": str(num_threads)}
+
+
+def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[str, str]:
+    """Environment of an engine's process.
+
+    The engine core stays in the actor's process (no child to orphan). On a CPU: no core pinning (two engines would pin the same
+    cores), and no dynamo, which would compile for seconds what an eager engine runs once.
+    """
+    variables = {
+        **_QUIET,
+        "OMP_NUM_THREADS": str(num_threads),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",
+    }
+    if device == "cpu":
+        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    if one_node:
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return variables

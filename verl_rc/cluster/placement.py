@@ -1,0 +1,80 @@
+"""Which processes a run needs, whether the cluster can hold them, and how many threads each may use."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from verl_rc.config.run import RunConfig
+
+_OBJECT_STORE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Numbers of processes and what each gets."""
+
+    device: str
+    """``cpu`` or ``cuda``."""
+    num_ranks: int
+    num_engines: int
+    trainer_threads: int
+    """Threads of one trainer rank; ranks compute together, engines wait meanwhile."""
+    engine_threads: int
+    one_node: bool
+
+
+def start_ray(config: RunConfig) -> None:
+    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray on this machine."""
+    options: dict[str, Any] = dict(config.ray_kwargs.ray_init.model_dump(exclude_none=True))
+    address = options.pop("address", None)
+    runtime_env = {key: value for key, value in (options.pop("runtime_env", None) or {}).items() if value is not None}
+    runtime_env["env_vars"] = {"PYTHONPATH": _python_path(), **runtime_env.pop("env_vars", {})}
+    if address is not None:
+        ray.init(address=address, runtime_env=runtime_env, logging_level="ERROR", log_to_driver=True)
+        return
+    processes = config.trainer.n_gpus_per_node + (os.cpu_count() or 1) + 8
+    options.setdefault("num_cpus", max(os.cpu_count() or 1, processes))
+    options.setdefault("object_store_memory", _OBJECT_STORE_BYTES)
+    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=runtime_env, **options)
+
+
+def _python_path() -> str:
+    """The folder that holds this package, before the user's own path, so that workers import the same code."""
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return os.pathsep.join(part for part in (package_root, os.environ.get("PYTHONPATH", "")) if part)
+
+
+def plan_placement(config: RunConfig) -> Placement:
+    """Decide the processes of a run on the connected cluster.
+
+    Raises ``ValueError`` when there are fewer devices than asked for: GPUs on a GPU cluster, cores on a CPU (one per rank).
+    """
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    device = trainer.device if trainer.device != "auto" else ("cuda" if gpus else "cpu")
+    num_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    engine_devices = (rollout.nnodes or trainer.nnodes) * (rollout.n_gpus_per_node or trainer.n_gpus_per_node)
+    num_engines = engine_devices // rollout.tensor_model_parallel_size
+    if device == "cuda" and gpus < num_ranks:
+        raise ValueError(
+            f"trainer.nnodes x trainer.n_gpus_per_node = {num_ranks} GPUs are needed, the cluster has {gpus}. "
+            "Lower trainer.n_gpus_per_node, or pass trainer.device=cpu to train on the CPU."
+        )
+    cores = os.cpu_count() or 1
+    if device == "cpu" and max(trainer.n_gpus_per_node, engine_devices // trainer.nnodes) > cores:
+        raise ValueError(
+            f"on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node={trainer.n_gpus_per_node} "
+            f"and {num_engines} engines were asked for, this machine has {cores} cores. "
+            f"Pass trainer.n_gpus_per_node={min(cores, 1)} (on a CPU it means trainer ranks)."
+        )
+    engines_per_node = max(1, num_engines // (rollout.nnodes or trainer.nnodes))
+    return Placement(
+        device=device,
+        num_ranks=num_ranks,
+        num_engines=num_engines,
+        trainer_threads=max(1, cores // trainer.n_gpus_per_node),
+        engine_threads=max(1, cores // (engines_per_node * rollout.tensor_model_parallel_size)),
+        one_node=trainer.nnodes == 1,
+    )

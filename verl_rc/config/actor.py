@@ -1,0 +1,109 @@
+"""How the policy is updated."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from verl_rc.config.base import StrictModel
+
+Precision = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+]
+
+
+class OptimConfig(StrictModel):
+    """``*.optim.*``: AdamW and its learning-rate schedule, which advances once per training step."""
+
+    optimizer: Literal["AdamW"] = "AdamW"
+    """The optimizer."""
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate."""
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    """Decay rates of AdamW's moments."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: float = Field(1.0, gt=0)
+    """Largest gradient norm over all parameters; larger gradients are scaled down."""
+    lr_warmup_steps: int = Field(-1, ge=-1)
+    """Training steps of linear warm-up; -1: ``lr_warmup_steps_ratio`` decides."""
+    lr_warmup_steps_ratio: float = Field(0.0, ge=0, le=1)
+    """Warm-up as a share of all training steps."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Rate at the last step as a share of the peak (``linear``, ``cosine``)."""
+    num_cycles: float = Field(0.5, gt=0)
+    """Periods of the cosine; 0.5 falls once from the peak to the minimum."""
+
+
+class FsdpConfig(StrictModel):
+    """``*.fsdp_config.*``: sharding and precision."""
+
+    model_dtype: Precision = "fp32"
+    """Precision of the master weights that the optimizer updates."""
+    dtype: Precision = "bfloat16"
+    """Precision of forward and backward."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
+
+
+class PolicyLossConfig(StrictModel):
+    """``actor.policy_loss.*``."""
+
+    loss_mode: str = "vanilla"
+    """Name of the policy loss; ``vanilla`` is PPO clip with dual clip."""
+
+
+class ActorConfig(StrictModel):
+    """``actor_rollout_ref.actor.*``."""
+
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
+    """Sharding; both names mean FSDP2 here."""
+    ppo_mini_batch_size: int = Field(256, ge=1)
+    """Prompts per optimizer step, over all ranks."""
+    ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Rows per forward and backward on one rank; needed unless ``use_dynamic_bsz``."""
+    use_dynamic_bsz: bool = False
+    """Fill micro-batches by tokens instead of rows."""
+    ppo_max_token_len_per_gpu: int = Field(16384, ge=1)
+    """Tokens (prompt and response) of one micro-batch on one rank, with ``use_dynamic_bsz``."""
+    ppo_epochs: int = Field(1, ge=1)
+    """Passes over the batch in each step."""
+    shuffle: bool = False
+    """Draw a new order of rows in each pass."""
+    clip_ratio: float = Field(0.2, ge=0)
+    """Clip range of the probability ratio on both sides, where the next two are null."""
+    clip_ratio_low: float | None = Field(None, ge=0)
+    """Clip range below 1; null: ``clip_ratio``."""
+    clip_ratio_high: float | None = Field(None, ge=0)
+    """Clip range above 1; null: ``clip_ratio``."""
+    clip_ratio_c: float = Field(3.0, gt=1)
+    """Dual clip: bound of the loss where the advantage is negative, as a multiple of it."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How token losses become one number."""
+    loss_scale_factor: int | None = Field(None, ge=1)
+    """Divisor of ``seq-mean-token-sum-norm``; null: ``data.max_response_length``."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    tau_pos: float = Field(1.0, gt=0)
+    """Temperature of ``sapo`` where the advantage is positive."""
+    tau_neg: float = Field(1.05, gt=0)
+    """Temperature of ``sapo`` where it is negative."""
+    use_kl_loss: bool = False
+    """Add a KL term against the reference policy to the loss."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    """Choice of the policy loss."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """Sharding and precision."""
+
+    @model_validator(mode="after")
+    def _some_micro_batch_limit(self) -> "ActorConfig":
+        if not self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is None:
+            raise ValueError(
+                "a micro-batch needs a limit: pass actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=<rows>, or "
+                "actor_rollout_ref.actor.use_dynamic_bsz=True with ppo_max_token_len_per_gpu=<tokens>; neither was given"
+            )
+        return self

@@ -1,0 +1,153 @@
+"""What must hold between keys before anything starts."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.refused import NOT_BUILT
+from verl_rc.config.run import RunConfig
+
+_UNUSABLE_QUANTIZATIONS = {
+    "fp8": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
+    "fp8_per_tensor": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
+    "int8_per_channel_weight_only": "it changes nothing on a dense model",
+    "experts_int8": "it changes nothing on a dense model",
+}
+_KNOWN_LOGGERS = ("console", "file", "wandb", "tensorboard")
+
+
+def check_run(config: RunConfig) -> None:
+    """Raise ``ConfigError`` with every contradiction found: key, what must hold, what was given, what to do."""
+    problems = [problem for check in _CHECKS for problem in check(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_files(config: RunConfig) -> None:
+    """Raise ``ConfigError`` when a path that the run reads from does not exist."""
+    paths = {
+        "data.train_files": config.data.train_files,
+        "data.val_files": config.data.val_files,
+        "reward.custom_reward_function.path": [config.reward.custom_reward_function.path or __file__],
+    }
+    missing = [f"{key} must name existing files, {path!r} does not exist." for key, files in paths.items() for path in files
+               if not Path(path).expanduser().is_file()]  # fmt: skip
+    model = config.actor_rollout_ref.model.path
+    if (model.startswith((".", "/", "~")) or "/" not in model or model.count("/") > 1) and not (
+        Path(model).expanduser() / "config.json"
+    ).is_file():
+        missing.append(
+            f"actor_rollout_ref.model.path must be a Hugging Face model folder (with config.json) or a hub id, got {model!r}. "
+            "scripts/make_tiny_model.py writes a small one."
+        )
+    if missing:
+        raise ConfigError("\n".join(missing))
+
+
+def _not_built(config: RunConfig) -> Iterator[str]:
+    for row in NOT_BUILT:
+        value: object = config
+        for part in row.key.split("."):
+            value = getattr(value, part)
+        if row.is_refused(value):
+            yield f"{row.key}={value}: {row.instead}."
+
+
+def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    samples = config.actor_rollout_ref.rollout.n
+    if batch % mini:
+        yield (
+            f"data.train_batch_size must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size (both count prompts), "
+            f"got {batch} and {mini}. For example ppo_mini_batch_size={math.gcd(batch, mini)}."
+        )
+    if mini * samples < ranks:
+        yield (
+            f"a mini-batch of ppo_mini_batch_size x rollout.n = {mini} x {samples} = {mini * samples} rows must give each of the "
+            f"{ranks} trainer ranks (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
+        )
+    if config.algorithm.adv_estimator == "grpo" and samples < 2:
+        yield (
+            f"algorithm.adv_estimator=grpo compares samples of one prompt and needs actor_rollout_ref.rollout.n >= 2, got {samples}."
+        )
+
+
+def _token_budgets(config: RunConfig) -> Iterator[str]:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    where = f"data.max_prompt_length + data.max_response_length = {longest}"
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+        yield (
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu must hold the longest sequence ({where}), "
+            f"got {actor.ppo_max_token_len_per_gpu}."
+        )
+    budget = rollout.log_prob_max_token_len_per_gpu
+    if rollout.log_prob_use_dynamic_bsz and budget is not None and budget < longest:
+        yield f"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu must hold the longest sequence ({where}), got {budget}."
+    if not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None:
+        yield (
+            "log-prob micro-batches need a limit: pass actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=<rows> or "
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True; neither was given."
+        )
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield f"actor_rollout_ref.rollout.max_model_len must be at least {where}, got {rollout.max_model_len}."
+    if rollout.response_length is not None and rollout.response_length > config.data.max_response_length:
+        yield (
+            f"actor_rollout_ref.rollout.response_length must be at most data.max_response_length="
+            f"{config.data.max_response_length}, got {rollout.response_length}."
+        )
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.top_p != 1.0 or rollout.top_k not in (-1, 0):
+        yield (
+            f"training rollouts must sample from the whole distribution: actor_rollout_ref.rollout.top_p=1.0 and top_k=-1, got "
+            f"{rollout.top_p} and {rollout.top_k}. The trainer's log-probs know no such filter, so every ratio would be off; "
+            "val_kwargs may filter."
+        )
+    if not rollout.calculate_log_probs:
+        yield (
+            "actor_rollout_ref.rollout.calculate_log_probs must be True: rollout correction and the proof of every weight "
+            "update need the engine's log-probs. Got False; drop the override."
+        )
+    filtered = {"min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
+    for name in sorted(filtered & set(rollout.engine_kwargs.vllm)):
+        yield f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name} changes the sampled distribution and is refused; drop it."
+
+
+def _engine(config: RunConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    devices = (rollout.nnodes or 1) * (rollout.n_gpus_per_node or 1)
+    if devices % rollout.tensor_model_parallel_size:
+        yield (
+            f"engine devices (rollout.nnodes x rollout.n_gpus_per_node = {devices}) must be a multiple of "
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size, got {rollout.tensor_model_parallel_size}. "
+            "Pass actor_rollout_ref.rollout.tensor_model_parallel_size=1 for one device per engine."
+        )
+    if config.trainer.device == "cpu" and rollout.quantization in _UNUSABLE_QUANTIZATIONS:
+        reason = _UNUSABLE_QUANTIZATIONS[rollout.quantization]
+        yield f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
+    if rollout.val_kwargs.n > 1 and (rollout.val_kwargs.temperature == 0 or not rollout.val_kwargs.do_sample):
+        yield (
+            f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be equal: pass "
+            "val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."
+        )
+
+
+def _tracking(config: RunConfig) -> Iterator[str]:
+    for name in config.trainer.logger:
+        if name not in _KNOWN_LOGGERS:
+            yield f"trainer.logger must name some of {list(_KNOWN_LOGGERS)}, got {name!r}."
+
+
+_CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _not_built,
+    _batch_arithmetic,
+    _token_budgets,
+    _sampling,
+    _engine,
+    _tracking,
+)

@@ -1,0 +1,49 @@
+"""Where prompts come from and how long they may be."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from verl_rc.config.base import StrictModel
+
+
+class DataConfig(StrictModel):
+    """``data.*``: prompts for training and validation."""
+
+    train_files: list[str]
+    """Parquet files of training prompts (one path, or a list)."""
+    val_files: list[str]
+    """Parquet files of validation prompts (one path, or a list)."""
+    prompt_key: str = "prompt"
+    """Column that holds the chat messages."""
+    train_batch_size: int = Field(1024, ge=1)
+    """Prompts per training step."""
+    val_batch_size: int | None = Field(None, ge=1)
+    """Prompts per validation batch; null: the whole set at once."""
+    max_prompt_length: int = Field(512, ge=1)
+    """Longest prompt, tokens after the chat template."""
+    max_response_length: int = Field(512, ge=1)
+    """Longest response, tokens; also the constant of ``seq-mean-token-sum-norm``."""
+    shuffle: bool = True
+    """Draw a new order of prompts in every epoch."""
+    seed: int | None = None
+    """Seed of that order; null: ``trainer.seed``."""
+    filter_overlong_prompts: bool = False
+    """Leave prompts out that are longer than ``max_prompt_length``."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What happens to a longer prompt that is not filtered out; ``left`` cuts its beginning off."""
+    train_max_samples: int = Field(-1, ge=-1)
+    """Use this many training prompts, chosen by seed; -1: all."""
+    val_max_samples: int = Field(-1, ge=-1)
+    """Use this many validation prompts, chosen by seed; -1: all."""
+    dataloader_num_workers: int = Field(0, ge=0)
+    """Loader processes; 0 loads in the driver, which is fastest for text."""
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    """Further arguments of the chat template, e.g. ``enable_thinking``."""
+    trust_remote_code: bool = False
+    """Allow code that comes with a hub tokenizer."""
+
+    @field_validator("train_files", "val_files", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value

@@ -1,0 +1,301 @@
+"""From command line and YAML to a valid configuration: the only module that knows Hydra and OmegaConf.
+
+Hydra composes what was *given* (over an empty tree, so that nothing has two defaults); the schema adds the defaults and decides.
+"""
+
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+from verl_rc.config.base import StrictModel
+from verl_rc.config.checks import check_files, check_run
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.nearest import nearest_key
+from verl_rc.config.refused import REFUSED_SECTIONS, RENAMED
+from verl_rc.config.rollout_correction import preset_fields
+from verl_rc.config.run import RunConfig
+
+Schema = TypeVar("Schema", bound=StrictModel)
+
+CORRECTION = "algorithm.rollout_correction"
+_TEXT_KEYS = tuple(
+    f"{CORRECTION}.{leaf}" for leaf in ("preset", "rollout_rs", "rollout_rs_threshold", "rollout_is_threshold")
+)
+_EMPTY = "verl_rc_empty"
+_UNDERSCORED = re.compile(r"^\s*(rollout_(?:is|rs)_threshold)\s*:\s*([0-9.]+_[0-9._]+)\s*(?:#.*)?$", re.MULTILINE)
+
+
+def load_run_config(overrides: Sequence[str]) -> RunConfig:
+    """The configuration that ``key=value`` overrides mean, checked as far as possible without touching files or Ray.
+
+    Raises ``ConfigError``.
+    """
+    config = load_config(RunConfig, overrides)
+    check_run(config)
+    return config
+
+
+def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
+    """Compose and validate any schema. ``arguments`` as on the command line: overrides, ``--config-name``, ``--config-dir``.
+
+    Raises ``ConfigError`` for everything that is wrong with them.
+    """
+    options, overrides = _split_arguments(arguments)
+    prepared = [_prepare_override(schema, override) for override in overrides]
+    given = _compose(schema, options, prepared)
+    _refuse_unknown(schema, given)
+    _apply_preset(given)
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+
+
+def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: str) -> None:
+    """Process entry: load ``sys.argv``, run, and exit 0; 2 for a configuration mistake, 1 for a failure, 130 for Ctrl-C."""
+    arguments = sys.argv[1:]
+    if "--help" in arguments or "-h" in arguments:
+        sys.stdout.write(f"python -m {prog} key=value …   (keys: docs/configuration.md)\n")
+        return
+    try:
+        if "--multirun" in arguments or "-m" in arguments:
+            _multirun(schema, run, [a for a in arguments if a not in ("--multirun", "-m")])
+        else:
+            _run_one(schema, run, arguments)
+    except ConfigError as error:
+        sys.stderr.write(f"configuration error:\n{error}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(130) from None
+
+
+def _run_one(schema: type[Schema], run: Callable[[Schema], None], arguments: Sequence[str]) -> None:
+    config = load_config(schema, arguments)
+    if isinstance(config, RunConfig):
+        check_run(config)
+        check_files(config)
+    run(config)
+
+
+def _multirun(schema: type[Schema], run: Callable[[Schema], None], arguments: Sequence[str]) -> None:
+    """Let Hydra sweep over comma lists, one run after the other."""
+    options, overrides = _split_arguments(arguments)
+    prepared = [_prepare_override(schema, override) for override in overrides]
+    ConfigStore.instance().store(name=_EMPTY, node={})
+
+    @hydra.main(version_base=None, config_name=_EMPTY, config_path=None)
+    def job(_: Any) -> None:
+        chosen = hydra.core.hydra_config.HydraConfig.get().overrides.task
+        _run_one(schema, run, [*options_as_arguments(options), *chosen])
+
+    sys.argv = [sys.argv[0], "--multirun", *prepared]
+    job()
+
+
+def options_as_arguments(options: Mapping[str, str]) -> list[str]:
+    """``--config-name`` and ``--config-dir`` as they were typed."""
+    return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def save_resolved_config(config: StrictModel, folder: Path) -> Path:
+    """Write every value of ``config`` to ``resolved_config.yaml``; the file can be given back with ``--config-name``."""
+    path = folder / "resolved_config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    return path
+
+
+def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every leaf of a schema, in dotted form."""
+    for name, field in schema.model_fields.items():
+        section = _section_of(field.annotation)
+        if section is None:
+            yield prefix + name
+        else:
+            yield from known_keys(section, f"{prefix}{name}.")
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
+
+
+def _is_free_mapping(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(_is_free_mapping(part) for part in get_args(annotation))
+    return annotation is dict or get_origin(annotation) is dict
+
+
+def _split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    short = {"-cn": "config-name", "-cd": "config-dir", "-cp": "config-dir", "--config-path": "config-dir"}
+    options, overrides = {}, []
+    rest = iter(arguments)
+    for argument in rest:
+        name, _, value = argument.partition("=")
+        if name in short or name in ("--config-name", "--config-dir"):
+            options[short.get(name, name.removeprefix("--"))] = value or next(rest, "")
+        elif argument.startswith("-"):
+            raise ConfigError(f"options are --config-name, --config-dir, --multirun and --help; got {argument!r}.")
+        elif "=" not in argument and not argument.startswith("~"):
+            raise ConfigError(f"an override must have the form key=value, got {argument!r}.")
+        else:
+            overrides.append(argument)
+    return options, overrides
+
+
+def _prepare_override(schema: type[BaseModel], override: str) -> str:
+    """Rewrite one raw override so that Hydra reads it as it was meant, and refuse keys that mean nothing."""
+    if override.startswith("~"):
+        return override
+    key, _, value = override.partition("=")
+    key = key.lstrip("+")
+    _check_key(schema, key)
+    if key in _TEXT_KEYS and value and value[0] not in "'\"[{" and value not in ("null", "None"):
+        value = "'" + value.replace("\\", "").replace("'", "\\'") + "'"
+    if value.startswith("~"):
+        value = f"'{value}'"
+    return f"++{key}={value}"
+
+
+def _check_key(schema: type[BaseModel], key: str) -> None:
+    section: type[BaseModel] | None = schema
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        assert section is not None
+        field = section.model_fields.get(part)
+        if field is None:
+            if key.startswith(f"{CORRECTION}.preset") and schema is RunConfig:
+                return
+            raise ConfigError(_unknown(schema, key))
+        if _is_free_mapping(field.annotation):
+            return
+        section = _section_of(field.annotation)
+        if section is None and index < len(parts) - 1:
+            raise ConfigError(_unknown(schema, key))
+
+
+def _unknown(schema: type[BaseModel], key: str) -> str:
+    if key in RENAMED:
+        return f"{key} is not a key here; write {RENAMED[key]}."
+    for section, reason in REFUSED_SECTIONS.items():
+        if key == section or key.startswith(section + "."):
+            return f"{key} is refused: {reason}."
+    known = list(known_keys(schema))
+    return f"{key} is not a known key; the nearest is {nearest_key(key, known)}. All keys: docs/configuration.md."
+
+
+def _compose(schema: type[BaseModel], options: Mapping[str, str], overrides: list[str]) -> dict[str, Any]:
+    """What was given, by files and overrides, as a plain tree with interpolations resolved against the defaults."""
+    folder = options.get("config-dir")
+    if folder is not None:
+        _refuse_unquoted_thresholds(Path(folder))
+    ConfigStore.instance().store(name=_EMPTY, node={})
+    GlobalHydra.instance().clear()
+    try:
+        directory = None if folder is None else str(Path(folder).resolve())
+        context = (
+            hydra.initialize(config_path=None, version_base=None)
+            if directory is None
+            else hydra.initialize_config_dir(config_dir=directory, version_base=None)
+        )
+        with context:
+            composed = hydra.compose(config_name=options.get("config-name", _EMPTY), overrides=overrides)
+        given = OmegaConf.to_container(composed)
+        whole = OmegaConf.merge(OmegaConf.create(_defaults(schema)), composed)
+        resolved = OmegaConf.to_container(whole, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"the overrides cannot be read: {error}") from error
+    assert isinstance(given, dict)
+    assert isinstance(resolved, dict)
+    return _only_given(given, resolved)
+
+
+def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[str, Any]:
+    return {
+        str(key): _only_given(value, resolved[key])
+        if isinstance(value, Mapping) and isinstance(resolved[key], Mapping)
+        else resolved[key]
+        for key, value in given.items()
+    }
+
+
+def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, field in schema.model_fields.items():
+        section = _section_of(field.annotation)
+        if section is not None:
+            tree[name] = _defaults(section)
+        elif field.default is not PydanticUndefined:
+            tree[name] = field.default
+    return tree
+
+
+def _refuse_unquoted_thresholds(folder: Path) -> None:
+    """YAML reads 0.5_5 as the number 0.55; refuse it wherever it stands without quotes."""
+    for path in sorted(folder.rglob("*.y*ml")):
+        found = _UNDERSCORED.search(path.read_text(encoding="utf-8"))
+        if found:
+            raise ConfigError(
+                f"{path}: {found[1]} must be quoted, because YAML reads {found[2]} as a number without its underscore: "
+                f'write {found[1]}: "{found[2]}".'
+            )
+
+
+def _refuse_unknown(schema: type[BaseModel], given: Mapping[str, Any], prefix: str = "") -> None:
+    """Check the keys that came from YAML files; those of overrides were checked before."""
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        _check_key(schema, key)
+        if isinstance(value, Mapping) and not _leads_to_free_mapping(schema, key):
+            _refuse_unknown(schema, value, f"{key}.")
+
+
+def _leads_to_free_mapping(schema: type[BaseModel], key: str) -> bool:
+    section: type[BaseModel] | None = schema
+    for part in key.split("."):
+        if section is None or part not in section.model_fields:
+            return True
+        annotation = section.model_fields[part].annotation
+        section = _section_of(annotation)
+    return section is None
+
+
+def _apply_preset(given: dict[str, Any]) -> None:
+    """Fill the leaves of the correction section that nobody gave from the preset named there."""
+    section = given.get("algorithm", {})
+    section = section.get("rollout_correction") if isinstance(section, Mapping) else None
+    if not isinstance(section, dict) or "preset" not in section:
+        return
+    name = section.pop("preset")
+    if name is None:
+        return
+    try:
+        fields = preset_fields(str(name))
+    except ValueError as error:
+        raise ConfigError(f"{CORRECTION}.preset: {error}") from error
+    for leaf, value in fields.items():
+        section.setdefault(leaf, value)
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "missing":
+        return f"{key} must be given: pass {key}=<value>."
+    given = item["input"]
+    shown = "" if isinstance(given, Mapping) else f"; got {given!r}"
+    return f"{key + ': ' if key else ''}{message}{shown}."

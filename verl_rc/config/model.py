@@ -1,0 +1,20 @@
+"""Which model is trained, and how its forward pass runs."""
+
+from pydantic import Field
+
+from verl_rc.config.base import StrictModel
+
+
+class ModelConfig(StrictModel):
+    """``actor_rollout_ref.model.*``."""
+
+    path: str
+    """Hugging Face model folder or hub id."""
+    use_remove_padding: bool = True
+    """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Off unless you trust its author."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of LoRA adapters; 0 trains all parameters."""

@@ -1,0 +1,73 @@
+"""Keys and values a run refuses by name: dead or renamed in verl, or not built here. One row each, with what to do instead."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RefusedValue:
+    """A key of the schema some of whose values are not built."""
+
+    key: str
+    is_refused: Callable[[Any], bool]
+    instead: str
+
+
+def _is_true(value: Any) -> bool:
+    return bool(value)
+
+
+NOT_BUILT = (
+    RefusedValue(
+        "algorithm.adv_estimator",
+        lambda name: name != "grpo",
+        "only grpo is built; write algorithm.adv_estimator=grpo",
+    ),
+    RefusedValue("algorithm.use_kl_in_reward", _is_true, "there is no reference model yet; leave it False"),
+    RefusedValue(
+        "algorithm.rollout_correction.bypass_mode",
+        _is_true,
+        "correction in the actor is not built yet; choose a decoupled preset such as decoupled_seq_is",
+    ),
+    RefusedValue("actor_rollout_ref.actor.use_kl_loss", _is_true, "there is no reference model yet; leave it False"),
+    RefusedValue(
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        lambda name: name != "vanilla",
+        "only vanilla (PPO clip with dual clip) is built",
+    ),
+    RefusedValue("actor_rollout_ref.model.lora_rank", _is_true, "LoRA is not built yet; leave it 0"),
+    RefusedValue("trainer.save_freq", lambda steps: steps > 0, "checkpoints are not built yet; leave it -1"),
+)
+
+RENAMED = {
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "custom_reward_function.path": "reward.custom_reward_function.path",
+    "custom_reward_function.name": "reward.custom_reward_function.name",
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": (
+        "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=<the cap>"
+    ),
+    "algorithm.rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_is": "algorithm.rollout_correction.rollout_is",
+    "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
+    "algorithm.rollout_correction.use_pure_rollout_correction": "algorithm.rollout_correction.loss_type=reinforce",
+    "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type=reinforce",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "nothing: sequence parallelism is not built",
+    "actor_rollout_ref.actor.use_torch_compile": "nothing: the FSDP worker never compiles here",
+    "actor_rollout_ref.nccl_timeout": "trainer.ready_timeout_seconds",
+    "data.return_raw_chat": "nothing: prompts always travel as chat messages",
+}
+"""Keys that verl knows or knew, and what to write instead."""
+
+REFUSED_SECTIONS = {
+    "critic": "the critic is not built yet; use algorithm.adv_estimator=grpo",
+    "reward_model": "it moved to reward.*; reward models are not built yet",
+    "transfer_queue": "there is no separate data plane here",
+    "global_profiler": "vendor profilers are not supported",
+    "actor_rollout_ref.ref": "the reference model is not built yet",
+    "actor_rollout_ref.rollout.multi_turn": "multi-turn rollouts are not built yet",
+    "actor_rollout_ref.actor.megatron": "Megatron is not supported; use FSDP (actor_rollout_ref.actor.strategy=fsdp2)",
+    "algorithm.filter_groups": "dynamic sampling is not built yet",
+}
+"""Whole sections that are refused, and why."""

@@ -1,0 +1,116 @@
+"""How responses are sampled."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from verl_rc.config.base import StrictModel
+
+
+class ValKwargsConfig(StrictModel):
+    """``rollout.val_kwargs.*``: sampling for validation."""
+
+    temperature: float = Field(0.0, ge=0)
+    """Temperature; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this probability."""
+    top_k: int = Field(-1, ge=-1)
+    """Sample from this many most likely tokens; -1: all."""
+    n: int = Field(1, ge=1)
+    """Samples per prompt."""
+    do_sample: bool = False
+    """False: greedy, whatever the temperature."""
+
+
+class EngineKwargsConfig(StrictModel):
+    """``rollout.engine_kwargs.*``."""
+
+    vllm: dict[str, Any] = {}
+    """Further keyword arguments of ``vllm.LLM``; they win over everything else."""
+
+
+class CheckpointEngineConfig(StrictModel):
+    """``rollout.checkpoint_engine.*``: the way weights take to the engines."""
+
+    update_weights_bucket_megabytes: int = Field(2048, ge=1)
+    """Largest piece that travels at once, MiB."""
+
+
+class SyncProofConfig(StrictModel):
+    """``rollout.sync_proof.*``: how thoroughly it is proven that the engines hold the trainer's weights."""
+
+    canary_freq: int = Field(50, ge=0)
+    """Weight updates between two canary checks; 0: only at start. A canary generates tokens behind a cached prefix."""
+    canary_num_prompts: int = Field(4, ge=1)
+    """Prompts of one canary check."""
+    canary_max_tokens: int = Field(12, ge=1)
+    """Tokens generated for each of them."""
+    gap_limit: float | None = Field(None, gt=0)
+    """Largest mean |trainer - rollout log-prob| of a step, nats; null: calibrated at the first step for the engine's precision."""
+
+
+class RolloutConfig(StrictModel):
+    """``actor_rollout_ref.rollout.*``."""
+
+    name: Literal["vllm"] = "vllm"
+    """The engine."""
+    mode: Literal["async", "sync"] = "sync"
+    """Accepted for verl's recipes: generation overlaps nothing here, both words mean the same."""
+    n: int = Field(1, ge=1)
+    """Samples per prompt."""
+    temperature: float = Field(1.0, gt=0)
+    """Logits are divided by it, in the engine and in the trainer."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Must be 1 for training: the trainer's distribution has no such filter."""
+    top_k: int = -1
+    """Must be -1 for training, for the same reason."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    response_length: int | None = Field(None, ge=1)
+    """Longest response, tokens; null: ``data.max_response_length``."""
+    calculate_log_probs: bool = True
+    """Must be True: the engine's log-probs are what rollout correction corrects with."""
+    tensor_model_parallel_size: int = Field(2, ge=1)
+    """Devices of one engine."""
+    nnodes: int | None = Field(None, ge=1)
+    """Nodes with engines; null: ``trainer.nnodes``."""
+    n_gpus_per_node: int | None = Field(None, ge=1)
+    """Engine devices per node; null: ``trainer.n_gpus_per_node``. Engines = devices / tensor_model_parallel_size."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the engine's weights and activations."""
+    quantization: str | None = None
+    """Online quantisation of the engine's weights, e.g. ``fp8_per_channel``; null: none."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Precision of the key-value cache; ``auto``: that of the engine."""
+    kv_cache_megabytes: int | None = Field(None, ge=1)
+    """Size of the key-value cache, MiB; null: 256 on a CPU, from ``gpu_memory_utilization`` on a GPU."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    """Share of a GPU's memory that the engine takes. Without effect on a CPU, where kv_cache_megabytes decides."""
+    enforce_eager: bool = False
+    """Do not capture graphs (on a CPU the engine is always eager)."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Tokens of prompt and response; null: data.max_prompt_length + data.max_response_length."""
+    max_num_seqs: int = Field(256, ge=1)
+    """Sequences generated at once by one engine."""
+    max_num_batched_tokens: int = Field(8192, ge=1)
+    """Tokens of one engine iteration."""
+    enable_chunked_prefill: bool = True
+    """Cut long prompts up to mix them with decoding."""
+    enable_prefix_caching: bool = True
+    """Reuse the cache of shared prompt prefixes; it is emptied after every weight update."""
+    seed: int = 42
+    """The engine's own seed; every training request has its own besides (see ``trainer.seed``)."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Fill log-prob micro-batches by tokens; null: ``actor.use_dynamic_bsz``."""
+    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)
+    """Tokens of a log-prob micro-batch; null: ``actor.ppo_max_token_len_per_gpu``."""
+    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Rows of a log-prob micro-batch; null: ``actor.ppo_micro_batch_size_per_gpu``."""
+    val_kwargs: ValKwargsConfig = ValKwargsConfig()
+    """Sampling for validation."""
+    engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
+    """Further arguments of the engine."""
+    checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
+    """The way weights take."""
+    sync_proof: SyncProofConfig = SyncProofConfig()
+    """Proof of their arrival."""

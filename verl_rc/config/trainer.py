@@ -1,0 +1,68 @@
+"""How long a run lasts, on what, and what it writes."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from verl_rc.config.base import StrictModel
+
+
+class TrainerConfig(StrictModel):
+    """``trainer.*``."""
+
+    project_name: str = "verl_rc"
+    """Project in W&B."""
+    experiment_name: str = "default"
+    """Run name in W&B."""
+    logger: list[str] = ["console", "wandb"]
+    """Where metrics go besides metrics.jsonl: console, wandb, tensorboard."""
+    default_local_dir: str | None = None
+    """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: GPUs when the cluster has any."""
+    nnodes: int = Field(1, ge=1)
+    """Nodes with trainer ranks."""
+    n_gpus_per_node: int = Field(8, ge=1)
+    """Trainer ranks per node; on a CPU each needs a core."""
+    seed: int = 1
+    """Seed of the run: order of prompts, seeds of all samples, order of mini-batches."""
+    total_epochs: int = Field(30, ge=1)
+    """Passes over the training prompts."""
+    total_training_steps: int | None = Field(None, ge=1)
+    """Steps in all; null: as many as the epochs have."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and stop."""
+    test_freq: int = -1
+    """Steps between validations; <= 0: never. The last step always validates when it is > 0."""
+    save_freq: int = -1
+    """Steps between checkpoints; <= 0: never."""
+    log_val_generations: int = Field(0, ge=0)
+    """Validation samples shown in a table."""
+    rollout_data_dir: str | None = None
+    """Folder for every step's samples as JSON lines; null: none."""
+    validation_data_dir: str | None = None
+    """Folder for validation samples as JSON lines; null: none."""
+    ready_timeout_seconds: float = Field(300.0, gt=0)
+    """How long to wait for a process to become ready."""
+
+
+class RayInitConfig(StrictModel):
+    """``ray_kwargs.ray_init.*``."""
+
+    address: str | None = None
+    """A running cluster, e.g. ``auto`` or ``ray://host:10001``; null: start Ray on this machine."""
+    num_cpus: int | None = Field(None, ge=1)
+    """Logical CPUs of a local Ray; null: enough for this run."""
+    object_store_memory: int | None = Field(None, ge=80_000_000)
+    """Shared memory of a local Ray, bytes; null: 512 MiB."""
+    runtime_env: dict[str, Any] | None = None
+    """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars``."""
+
+
+class RayKwargsConfig(StrictModel):
+    """``ray_kwargs.*``."""
+
+    ray_init: RayInitConfig = RayInitConfig()
+    """Arguments of ``ray.init``."""

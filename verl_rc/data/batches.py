@@ -1,0 +1,169 @@
+"""The nouns: what one stage hands to the next, with the shape and unit of every field.
+
+Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R`` padded response width
+(padding right). Log-probs are in nats; the log-prob at response position t is that *of* response token t.
+Records are tensordict tensorclasses: they index by rows, concatenate, and cross Ray as plain tensors.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from tensordict import tensorclass
+from torch import Tensor
+
+
+
+def _check(record: object, per_row: dict[str, torch.dtype], per_token: dict[str, torch.dtype]) -> None:
+    """Raise ``ValueError`` unless every given field has its dtype and its shape: ``[B]`` per row, ``[B, R]`` per token."""
+    responses = getattr(record, "responses")  # noqa: B009
+    rows, width = responses.shape
+    for name, dtype in {**per_row, **per_token}.items():
+        value = getattr(record, name)
+        if value is None:
+            continue
+        shape = (rows, width) if name in per_token else (rows,)
+        if tuple(value.shape) != shape or value.dtype != dtype:
+            raise ValueError(
+                f"{type(record).__name__}.{name} must be {dtype} of shape {list(shape)}, "
+                f"got {value.dtype} of shape {list(value.shape)}."
+            )
+
+
+@tensorclass
+class TokenBatch:
+    """Prompts and the responses that follow them: all a model needs to score the responses."""
+
+    prompts: Tensor
+    """int64 ``[B, P]``, padding on the left."""
+    prompt_lengths: Tensor
+    """int64 ``[B]``, real prompt tokens, at least 1."""
+    responses: Tensor
+    """int64 ``[B, R]``, padding on the right."""
+    response_lengths: Tensor
+    """int64 ``[B]``, real response tokens (policy and tool tokens), 0 to R."""
+
+    def __post_init__(self) -> None:
+        """Check dtypes and shapes."""
+        _check(self, {"prompt_lengths": torch.int64, "response_lengths": torch.int64}, {"responses": torch.int64})
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """int64 ``[B]``: prompt plus response tokens."""
+        return cast(Tensor, self.prompt_lengths + self.response_lengths)
+
+
+@tensorclass
+class Completions:
+    """What an engine returns for its share of the requests, in the order of the requests."""
+
+    responses: Tensor
+    """int64 ``[B, R]``, padding on the right."""
+    response_lengths: Tensor
+    """int64 ``[B]``."""
+    rollout_log_probs: Tensor
+    """float32 ``[B, R]``: log-prob of each sampled token under the sampling distribution, 0 on padding."""
+    policy_versions: Tensor
+    """int64 ``[B, R]``: version of the weights that sampled each token, -1 on padding."""
+    finished: Tensor
+    """bool ``[B]``: ended by a stop token (False: cut off at the length limit)."""
+
+    def __post_init__(self) -> None:
+        """Check dtypes and shapes."""
+        _check(
+            self,
+            {"response_lengths": torch.int64, "finished": torch.bool},
+            {"responses": torch.int64, "rollout_log_probs": torch.float32, "policy_versions": torch.int64},
+        )
+
+
+@tensorclass
+class RolloutBatch:
+    """Everything sampled in one step. Rows of one prompt are adjacent."""
+
+    tokens: TokenBatch
+    """Prompts and responses."""
+    response_mask: Tensor
+    """bool ``[B, R]``: tokens the policy produced. Never overwritten."""
+    rollout_log_probs: Tensor
+    """float32 ``[B, R]``: log-prob under the rollout policy, 0 where ``response_mask`` is False."""
+    policy_versions: Tensor
+    """int64 ``[B, R]``: version of the weights that sampled each token, -1 where ``response_mask`` is False."""
+    group_ids: Tensor
+    """int64 ``[B]``: which prompt of the step the row belongs to."""
+    finished: Tensor
+    """bool ``[B]``: ended by a stop token."""
+
+
+@tensorclass
+class PolicyEvaluations:
+    """What the trainer's models say about the sampled tokens before the update."""
+
+    old_log_probs: Tensor
+    """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the step)."""
+    entropys: Tensor
+    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats."""
+    ref_log_prob: Tensor | None = None
+    """float32 ``[B, R]``: log-prob under the reference policy."""
+    critic_values: Tensor | None = None
+    """float32 ``[B, R]``: the critic's value before each token."""
+
+
+@tensorclass
+class TrainBatch:
+    """What the actor trains on."""
+
+    tokens: TokenBatch
+    """Prompts and responses."""
+    response_mask: Tensor
+    """bool ``[B, R]``: tokens the policy produced."""
+    loss_mask: Tensor
+    """bool ``[B, R]``: ``response_mask`` and kept by rollout correction."""
+    old_log_probs: Tensor
+    """float32 ``[B, R]``: denominator of the clipped ratio."""
+    rollout_log_probs: Tensor
+    """float32 ``[B, R]``: log-prob under the rollout policy."""
+    advantages: Tensor
+    """float32 ``[B, R]``, 0 where ``response_mask`` is False."""
+    returns: Tensor
+    """float32 ``[B, R]``."""
+    rollout_is_weights: Tensor | None = None
+    """float32 ``[B, R]``: importance weights of rollout correction, constants."""
+    ref_log_prob: Tensor | None = None
+    """float32 ``[B, R]``: log-prob under the reference policy."""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What one model says about response tokens, on the ``[B, R]`` grid, 0 on padding."""
+
+    log_probs: Tensor
+    """float32 ``[B, R]``, nats."""
+    entropys: Tensor | None
+    """float32 ``[B, R]``, nats; None when not asked for."""
+
+
+def positions_mask(lengths: Tensor, width: int) -> Tensor:
+    """bool ``[B, width]``: True at the first ``lengths[i]`` positions of row i."""
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Token id lists as int64 ``[B, P]`` padded on the left, and their lengths int64 ``[B]``."""
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = torch.full((len(rows), int(lengths.max())), pad_token_id)
+    for index, row in enumerate(rows):
+        padded[index, padded.shape[1] - len(row) :] = torch.tensor(row)
+    return padded, lengths
+
+
+__all__ = [
+    "Completions",
+    "PolicyEvaluations",
+    "RolloutBatch",
+    "TokenBatch",
+    "TokenScores",
+    "TrainBatch",
+    "left_padded",
+    "positions_mask",
+]

@@ -1,0 +1,1 @@
+"""Process groups, device mesh, collectives and FSDP2: how trainer ranks work as one."""

@@ -1,0 +1,51 @@
+"""Joining the trainer's process group and laying its ranks out as a data-parallel mesh."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class RankAddress:
+    """This process's place among the trainer ranks."""
+
+    rank: int
+    world_size: int
+    master_host: str
+    master_port: int
+    local_rank: int = 0
+
+
+def trainer_device(kind: str) -> torch.device:
+    """The device of this process for ``trainer.device`` (``auto``, ``cpu`` or ``cuda``)."""
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("trainer.device=cuda needs a CUDA device, and torch sees none. Use trainer.device=cpu or auto.")
+    return torch.device(kind)
+
+
+def join_trainer_group(address: RankAddress, device: torch.device, timeout_seconds: float = 600.0) -> DeviceMesh:
+    """Initialise the default process group of the trainer ranks; returns the one-dimensional data-parallel mesh."""
+    os.environ.update(
+        RANK=str(address.rank),
+        WORLD_SIZE=str(address.world_size),
+        LOCAL_RANK=str(address.local_rank),
+        MASTER_ADDR=address.master_host,
+        MASTER_PORT=str(address.master_port),
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(address.local_rank)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    return init_device_mesh(device.type, (address.world_size,), mesh_dim_names=("data_parallel",))
+
+
+def leave_trainer_group() -> None:
+    """Tear the default process group down."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

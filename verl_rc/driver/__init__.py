@@ -1,0 +1,1 @@
+"""The driver: the training loop and its stages, set-up, validation, timing."""

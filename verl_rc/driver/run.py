@@ -1,0 +1,58 @@
+"""Everything a run consists of once it is set up."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.trainer_group import TrainerGroup
+from verl_rc.config.run import RunConfig
+from verl_rc.data.dataset import PromptRow
+from verl_rc.metrics.sinks import Tracker
+from verl_rc.rewards import RewardOutput
+from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.proof import GapMonitor
+
+RewardFunction = Callable[[PromptRow, str], RewardOutput]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's parts. The stages take it whole; nothing in it is replaced while the run lasts."""
+
+    config: RunConfig
+    folder: Path
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    loader: Any
+    """Training batches, lists of ``PromptRow``; a ``StatefulDataLoader``."""
+    validation_rows: list[PromptRow]
+    reward: RewardFunction
+    trainer: TrainerGroup
+    engines: EngineGroup
+    manifest: Manifest
+    gap_monitor: GapMonitor
+    """Watches the gap of every step's own rollouts."""
+    canary_monitor: GapMonitor
+    """Watches the gap of generated canary tokens."""
+    tracker: Tracker
+    total_steps: int
+    max_model_len: int
+    """Tokens of prompt and response that an engine holds."""
+    block_size: int
+    """Tokens of one block of the engines' key-value cache."""
+
+    def training_batches(self) -> Iterator[tuple[int, int, list[PromptRow]]]:
+        """``(step, epoch, prompts)`` from step 1 to ``total_steps``."""
+        step = 0
+        for epoch in range(self.config.trainer.total_epochs):
+            for rows in self.loader:
+                if step == self.total_steps:
+                    return
+                step += 1
+                yield step, epoch, rows
+
+    def is_due(self, frequency: int, step: int) -> bool:
+        """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens now."""
+        return frequency > 0 and (step % frequency == 0 or step == self.total_steps)

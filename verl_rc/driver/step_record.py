@@ -1,0 +1,53 @@
+"""What one step has to tell: seconds per stage, busy seconds of the workers, metric records."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from verl_rc.metrics import Metric, reduce_metrics
+
+
+class StepRecord:
+    """Collects a step's measurements; stages write, the loop reads once at the end."""
+
+    def __init__(self) -> None:
+        """Start the clock of the step."""
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._busy: dict[str, float] = defaultdict(float)
+        self._values: dict[str, float] = {}
+        self._records: list[Metric] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; it appears as ``timing_s/<name>``."""
+        started = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - started
+
+    def add_busy(self, name: str, seconds: float) -> None:
+        """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was transport and driver."""
+        self._busy[name] += seconds
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Take finished numbers in."""
+        self._values.update(values)
+
+    def add_records(self, records: Iterable[Metric]) -> None:
+        """Take records in that are still to be reduced over ranks and mini-batches."""
+        self._records.extend(records)
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the step under their final names."""
+        step = time.perf_counter() - self._started
+        timing = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        busy = {f"timing_busy_s/{name}": seconds for name, seconds in self._busy.items()}
+        metrics = {**self._values, **reduce_metrics(self._records), **timing, **busy, "timing_s/step": step}
+        metrics["perf/time_per_step"] = step
+        metrics["perf/overhead_fraction"] = max(0.0, 1.0 - (sum(self._busy.values()) + self._untracked()) / step)
+        return metrics
+
+    def _untracked(self) -> float:
+        """Stages without workers (reward, validation, saving) are work, not overhead."""
+        return sum(seconds for name, seconds in self._seconds.items() if name in {"reward", "testing", "save_checkpoint"})

@@ -1,0 +1,133 @@
+"""From one loss per token to one number: a sum divided by a denominator that is handed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+AggregationMode: TypeAlias = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+Count: TypeAlias = float | Tensor
+
+AGGREGATION_MODES: tuple[str, ...] = get_args(AggregationMode)
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """A mode of averaging token losses together with its denominators.
+
+    The counts are those of everything the gradient step sees: the mini-batch over all data-parallel ranks. Left at None
+    they are counted in the tensors given, which is right only when these hold the whole mini-batch.
+
+    Attributes:
+        mode: one of `AGGREGATION_MODES` (`actor_rollout_ref.actor.loss_agg_mode`).
+        num_tokens: tokens of the mini-batch, > 0; the divisor of ``token-mean``.
+        num_sequences: rows of the mini-batch with at least one token, > 0; the divisor of the ``seq-mean`` modes.
+        loss_scale_factor: constant divisor of ``seq-mean-token-sum-norm``, in tokens, > 0; None means the padded width.
+    """
+
+    mode: str
+    num_tokens: Count | None = None
+    num_sequences: Count | None = None
+    loss_scale_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses a mode that does not exist."""
+        if self.mode not in AGGREGATION_MODES:
+            raise ValueError(
+                f"the aggregation mode (actor_rollout_ref.actor.loss_agg_mode) must be one of "
+                f"{', '.join(AGGREGATION_MODES)}; got {self.mode!r}"
+            )
+
+    @classmethod
+    def from_name(cls, aggregation: str | Aggregation) -> Aggregation:
+        """Accepts a mode's name where a record is expected."""
+        return aggregation if isinstance(aggregation, Aggregation) else cls(mode=aggregation)
+
+    def with_mode(self, mode: AggregationMode) -> Aggregation:
+        """Returns the same denominators under another mode, for losses that define their own average."""
+        return replace(self, mode=mode)
+
+    def reduce(self, token_loss: Tensor, mask: Tensor, denominator_mask: Tensor | None = None) -> Tensor:
+        """Applies `aggregate_loss` with the denominators of this record."""
+        return aggregate_loss(
+            token_loss,
+            mask,
+            self.mode,
+            denominator_mask,
+            self.num_tokens,
+            self.num_sequences,
+            self.loss_scale_factor,
+        )
+
+
+def aggregate_loss(
+    token_loss: Tensor,
+    mask: Tensor,
+    mode: str,
+    denominator_mask: Tensor | None = None,
+    num_tokens: Count | None = None,
+    num_sequences: Count | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """Averages token losses; micro-batches that share the denominators add up to the loss of their union.
+
+    With l the losses, m the mask, d the denominator mask, N the tokens and S the rows of the whole mini-batch:
+
+    - ``token-mean``: Σ m l / N (DAPO, arXiv:2503.14476)
+    - ``token-sum``: Σ m l
+    - ``seq-mean-token-sum``: Σ m l / S
+    - ``seq-mean-token-mean``: Σ_rows (Σ_t m l / Σ_t d) / S (GRPO, arXiv:2402.03300)
+    - ``seq-mean-token-sum-norm``: Σ m l / (S · loss_scale_factor) (Dr. GRPO, arXiv:2503.20783)
+
+    Averaging over ranks is the caller's business: where the gradients of D ranks are averaged, multiply by D. Tokens
+    outside the mask are cut, so that NaN there is harmless; with nothing in the mask the result is a zero that is still
+    attached to the graph. A denominator of 0 counts as 1.
+
+    Args:
+        token_loss: [B, T], in the loss's unit.
+        mask: [B, T], bool or 0/1; tokens that contribute.
+        mode: one of `AGGREGATION_MODES`.
+        denominator_mask: [B, T]; tokens that are counted in the denominators, `mask` when None. Handing in the mask
+            from before rejection keeps a kept token's gradient independent of how many others were rejected.
+        num_tokens: N; Σ d when None.
+        num_sequences: S; rows with Σ_t d > 0 when None.
+        loss_scale_factor: tokens, > 0; the padded width T when None.
+
+    Returns:
+        The loss, 0-d, at least float32.
+
+    Raises:
+        ValueError: for an unknown mode, or tensors that are not [B, T] of one shape.
+    """
+    if mode not in AGGREGATION_MODES:
+        raise ValueError(f"the aggregation mode must be one of {', '.join(AGGREGATION_MODES)}; got {mode!r}")
+    counted = mask if denominator_mask is None else denominator_mask
+    if token_loss.ndim != 2 or token_loss.shape != mask.shape or counted.shape != mask.shape:
+        raise ValueError(
+            f"token_loss, mask and denominator_mask must be [B, T] of one shape; got {tuple(token_loss.shape)}, "
+            f"{tuple(mask.shape)} and {tuple(counted.shape)}"
+        )
+    token_loss = token_loss.where(mask.bool(), 0).to(torch.promote_types(token_loss.dtype, torch.float32))
+    counted = counted.bool()
+    if mode == "token-sum":
+        return token_loss.sum()
+    if mode == "token-mean":
+        return token_loss.sum() / _positive(counted.sum() if num_tokens is None else num_tokens, token_loss)
+    row_tokens = counted.sum(dim=-1)
+    if mode == "seq-mean-token-mean":
+        token_loss = token_loss / row_tokens.clamp(min=1).unsqueeze(-1)
+    if mode == "seq-mean-token-sum-norm":
+        token_loss = token_loss / (token_loss.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    sequences = row_tokens.count_nonzero() if num_sequences is None else num_sequences
+    return token_loss.sum() / _positive(sequences, token_loss)
+
+
+def _positive(count: Count, like: Tensor) -> Tensor:
+    """Turns a count into a divisor; an empty mini-batch divides its zero by one."""
+    divisor = torch.as_tensor(count, dtype=like.dtype, device=like.device)
+    return divisor.where(divisor > 0, torch.ones_like(divisor))

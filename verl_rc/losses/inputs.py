@@ -1,0 +1,134 @@
+"""What every policy loss is given, and how its token losses become a number and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from verl_rc.losses.aggregate import Aggregation
+from verl_rc.losses.loss_metric import LossMetric, token_metric
+from verl_rc.losses.parameters import PolicyLossParameters
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to ± this many nats before they are exponentiated."""
+
+LossMetrics: TypeAlias = Mapping[str, LossMetric]
+
+
+@dataclass(frozen=True)
+class CovarianceStatistics:
+    """What ``clip_cov`` and ``kl_cov`` need to know about the whole mini-batch.
+
+    A pass without gradient finds it: add up `covariance_means` over micro-batches and ranks; score every micro-batch
+    with `selection_scores`; gather the `selection_size` largest scores of each and take their `selection_threshold`.
+
+    Attributes:
+        advantage_mean: 0-d; mean advantage over the mini-batch's trained tokens.
+        log_prob_mean: 0-d, nats; mean current log-prob over the same tokens.
+        score_threshold: 0-d; tokens whose selection score reaches it are selected.
+    """
+
+    advantage_mean: Tensor
+    log_prob_mean: Tensor
+    score_threshold: Tensor
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """The tensors of one policy loss, [B, T] each, cleaned: NaN outside the masks is gone.
+
+    Rejection enters through the difference of two masks: ratios of whole sequences are computed over `response_mask`,
+    sums run over `loss_mask`. A rejected token whose log-prob is not finite counts with a log-ratio of 0.
+
+    Attributes:
+        old_log_probs: nats; the policy in the denominator of the ratio (proximal, or rollout in bypass mode).
+        log_probs: nats; the policy being updated; carries the gradient.
+        advantages: in units of reward, or dimensionless when normalised.
+        loss_mask: bool; response tokens that were kept.
+        response_mask: bool; all response tokens.
+        denominator_mask: bool; tokens counted in denominators that are not handed in.
+        rollout_is_weights: dimensionless, detached, >= 0, or None for no correction.
+        parameters: the numbers of the losses.
+        aggregation: the mode and its denominators.
+        covariance_statistics: of the whole mini-batch; None takes the tensors given for the mini-batch.
+    """
+
+    old_log_probs: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    response_mask: Tensor
+    denominator_mask: Tensor
+    rollout_is_weights: Tensor | None = None
+    parameters: PolicyLossParameters = field(default_factory=PolicyLossParameters)
+    aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
+    covariance_statistics: CovarianceStatistics | None = None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log(current / old) in nats, clamped to ± `LOG_RATIO_BOUND`."""
+        return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    def reduce(self, token_loss: Tensor, aggregation: Aggregation | None = None) -> Tensor:
+        """Applies the importance weights to each token's loss and aggregates over `loss_mask`."""
+        if self.rollout_is_weights is not None:
+            token_loss = token_loss * self.rollout_is_weights
+        return (aggregation or self.aggregation).reduce(token_loss, self.loss_mask, self.denominator_mask)
+
+    def mean_over_tokens(self, values: Tensor) -> LossMetric:
+        """Reports the mean of `values` over `loss_mask`."""
+        return token_metric(values, self.loss_mask)
+
+
+PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
+
+
+def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """Checks shapes, turns masks into booleans and cuts every value that must not count.
+
+    Raises:
+        ValueError: when a tensor is not [B, T] of the shape of `log_probs`.
+    """
+    _check_shapes(inputs)
+    response_mask, loss_mask = inputs.response_mask.bool(), inputs.loss_mask.bool()
+    log_probs, old_log_probs = _at_least_float32(inputs.log_probs), _at_least_float32(inputs.old_log_probs).detach()
+    finite = log_probs.detach().isfinite() & old_log_probs.isfinite()
+    usable = loss_mask | (response_mask & finite)
+    weights = inputs.rollout_is_weights
+    return PolicyLossInputs(
+        old_log_probs=old_log_probs.where(usable, 0),
+        log_probs=log_probs.where(usable, 0),
+        advantages=_at_least_float32(inputs.advantages).detach().where(response_mask | loss_mask, 0),
+        loss_mask=loss_mask,
+        response_mask=response_mask | loss_mask,
+        denominator_mask=inputs.denominator_mask.bool(),
+        rollout_is_weights=None if weights is None else _at_least_float32(weights).detach().where(loss_mask, 0),
+        parameters=inputs.parameters,
+        aggregation=inputs.aggregation,
+        covariance_statistics=inputs.covariance_statistics,
+    )
+
+
+def _check_shapes(inputs: PolicyLossInputs) -> None:
+    shape = inputs.log_probs.shape
+    tensors = {
+        "old_log_probs": inputs.old_log_probs,
+        "advantages": inputs.advantages,
+        "loss_mask": inputs.loss_mask,
+        "response_mask": inputs.response_mask,
+        "denominator_mask": inputs.denominator_mask,
+        "rollout_is_weights": inputs.rollout_is_weights,
+    }
+    wrong = {name: tuple(t.shape) for name, t in tensors.items() if t is not None and t.shape != shape}
+    if len(shape) != 2 or wrong:
+        raise ValueError(
+            f"the tensors of a policy loss must be [B, T] like log_probs, {tuple(shape)}; got {wrong or 'that'}"
+        )
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

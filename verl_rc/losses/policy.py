@@ -1,0 +1,140 @@
+"""The policy losses by name, and the function that computes one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from torch import Tensor
+
+from verl_rc.losses.aggregate import Aggregation
+from verl_rc.losses.cispo import cispo_loss
+from verl_rc.losses.covariance import clip_cov_loss, kl_cov_loss
+from verl_rc.losses.dppo import dppo_kl_loss, dppo_tv_loss
+from verl_rc.losses.dro import dro_loss
+from verl_rc.losses.geo_mean import geo_mean_loss
+from verl_rc.losses.gpg import gpg_loss
+from verl_rc.losses.gspo import gspo_loss
+from verl_rc.losses.inputs import (
+    CovarianceStatistics,
+    LossMetrics,
+    PolicyLoss,
+    PolicyLossInputs,
+    clean_policy_loss_inputs,
+)
+from verl_rc.losses.parameters import PolicyLossParameters
+from verl_rc.losses.ppo_clip import ppo_clip_loss
+from verl_rc.losses.reinforce import reinforce_loss
+from verl_rc.losses.sapo import sapo_loss
+
+_POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": ppo_clip_loss,
+    "gspo": gspo_loss,
+    "gpg": gpg_loss,
+    "cispo": cispo_loss,
+    "geo_mean": geo_mean_loss,
+    "sapo": sapo_loss,
+    "clip_cov": clip_cov_loss,
+    "kl_cov": kl_cov_loss,
+    "dppo_tv": dppo_tv_loss,
+    "dppo_kl": dppo_kl_loss,
+    "dro": dro_loss,
+    "reinforce": reinforce_loss,
+}
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Makes a function known as a policy loss under `name`, for use as a decorator.
+
+    Raises:
+        ValueError: when the name is taken by another function.
+    """
+
+    def register(policy_loss: PolicyLoss) -> PolicyLoss:
+        if _POLICY_LOSSES.get(name, policy_loss) is not policy_loss:
+            raise ValueError(f"a policy loss named {name!r} is registered already; choose another name")
+        _POLICY_LOSSES[name] = policy_loss
+        return policy_loss
+
+    return register
+
+
+def policy_loss_names() -> tuple[str, ...]:
+    """Returns the names of all registered policy losses."""
+    return tuple(_POLICY_LOSSES)
+
+
+def resolve_policy_loss(name: str) -> PolicyLoss:
+    """Finds a policy loss by its registered name, or imports it by ``module:function``.
+
+    Raises:
+        ValueError: when there is no such loss.
+    """
+    if name in _POLICY_LOSSES:
+        return _POLICY_LOSSES[name]
+    module_name, separator, function_name = name.partition(":")
+    if not separator:
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode must be one of {', '.join(_POLICY_LOSSES)}, or "
+            f"'module:function'; got {name!r}"
+        )
+    try:
+        policy_loss: PolicyLoss = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"the policy loss {name!r} must name a function in an importable module (is it on PYTHONPATH?): {error}"
+        ) from error
+    return policy_loss
+
+
+def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with keywords
+    name: str,
+    old_log_probs: Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    response_mask: Tensor | None = None,
+    denominator_mask: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    config: object | None = None,
+    aggregation: str | Aggregation = "token-mean",
+    covariance_statistics: CovarianceStatistics | None = None,
+) -> tuple[Tensor, LossMetrics]:
+    """Computes a policy loss and its metrics for one micro-batch.
+
+    Args:
+        name: a registered loss (`policy_loss_names`) or ``module:function``.
+        old_log_probs: [B, T], nats; of the policy in the denominator of the ratio.
+        log_probs: [B, T], nats; of the policy being updated; the gradient flows here and nowhere else.
+        advantages: [B, T].
+        loss_mask: [B, T], bool or 0/1; response tokens that rejection kept.
+        response_mask: [B, T]; all response tokens, `loss_mask` when None. Ratios of whole sequences (``gspo``,
+            ``geo_mean``) are computed over it, so that rejecting a token does not change them.
+        denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `response_mask` when
+            None, which keeps the gradient of a kept token independent of the acceptance rate.
+        rollout_is_weights: [B, T], dimensionless; multiplies each token's loss and is detached here.
+        config: the section `actor_rollout_ref.actor`, a mapping with its keys, `PolicyLossParameters`, or None.
+        aggregation: a mode's name, or the record with the mini-batch's denominators.
+        covariance_statistics: for ``clip_cov`` and ``kl_cov``, of the whole mini-batch; computed from the tensors given
+            when None.
+
+    Returns:
+        The loss, 0-d, and the metrics as sums (`LossMetric`).
+
+    Raises:
+        ValueError: for an unknown name, unequal shapes, or a number outside its range.
+    """
+    response_mask = loss_mask if response_mask is None else response_mask
+    inputs = PolicyLossInputs(
+        old_log_probs=old_log_probs,
+        log_probs=log_probs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        response_mask=response_mask,
+        denominator_mask=response_mask if denominator_mask is None else denominator_mask,
+        rollout_is_weights=rollout_is_weights,
+        parameters=PolicyLossParameters.from_config(config),
+        aggregation=Aggregation.from_name(aggregation),
+        covariance_statistics=covariance_statistics,
+    )
+    return resolve_policy_loss(name)(clean_policy_loss_inputs(inputs))

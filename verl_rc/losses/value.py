@@ -1,0 +1,121 @@
+"""The critic's clipped regression loss and how well its values explain the returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from verl_rc.losses.aggregate import Aggregation
+from verl_rc.losses.inputs import LossMetrics
+from verl_rc.losses.loss_metric import token_metric
+
+VARIANCE_EPSILON = 1e-5
+"""Added to the variance of the returns, in squared units of reward."""
+
+
+def compute_value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    cliprange_value: float,
+    aggregation: str | Aggregation = "token-mean",
+) -> tuple[Tensor, LossMetrics]:
+    """Computes the clipped squared error of the critic (PPO, arXiv:1707.06347; the clip is that of its implementation).
+
+    ``½ max((v − R)², (clip(v, v_old − c, v_old + c) − R)²)``, aggregated over the mask.
+
+    Args:
+        values: [B, T], in units of reward; the critic being updated; carries the gradient.
+        old_values: [B, T], in units of reward; the critic before the update.
+        returns: [B, T], in units of reward.
+        mask: [B, T], bool or 0/1; response tokens. NaN outside is harmless.
+        cliprange_value: c, in units of reward, > 0 (`critic.cliprange_value`).
+        aggregation: a mode's name, or the record with the mini-batch's denominators.
+
+    Returns:
+        The loss, 0-d, in squared units of reward, and `critic/vf_clipfrac` (share of tokens whose clipped error is the
+        larger one), `critic/vpred_mean` (mean value).
+
+    Raises:
+        ValueError: when shapes differ or `cliprange_value` is not positive.
+    """
+    _check_values(mask, values=values, old_values=old_values, returns=returns)
+    if not cliprange_value > 0:
+        raise ValueError(f"critic.cliprange_value must be > 0 (a large one turns clipping off); got {cliprange_value}")
+    inside = mask.bool()
+    values, old_values, returns = (
+        tensor.where(inside, 0) for tensor in (values, old_values.detach(), returns.detach())
+    )
+    clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    error, clipped_error = (values - returns).square(), (clipped_values - returns).square()
+    loss = Aggregation.from_name(aggregation).reduce(0.5 * torch.maximum(error, clipped_error), inside)
+    return loss, {
+        "critic/vf_clipfrac": token_metric(clipped_error > error, inside),
+        "critic/vpred_mean": token_metric(values, inside),
+    }
+
+
+@dataclass(frozen=True)
+class ExplainedVariance:
+    """Sums from which the explained variance of the returns follows; add the records of micro-batches and ranks.
+
+    Attributes:
+        count: 0-d float64; tokens.
+        error_sum: 0-d float64; Σ (R − v), in units of reward.
+        error_square_sum: 0-d float64; Σ (R − v)².
+        return_sum: 0-d float64; Σ R.
+        return_square_sum: 0-d float64; Σ R².
+    """
+
+    count: Tensor
+    error_sum: Tensor
+    error_square_sum: Tensor
+    return_sum: Tensor
+    return_square_sum: Tensor
+
+    def __add__(self, other: ExplainedVariance) -> ExplainedVariance:
+        """Merges two disjoint parts of a batch."""
+        return ExplainedVariance(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def fraction(self) -> Tensor:
+        """Returns 1 − Var(R − v) / (Var(R) + 1e-5), 0-d; 1 is perfect, 0 no better than the mean."""
+        unexplained = _variance(self.error_sum, self.error_square_sum, self.count)
+        return 1 - unexplained / (_variance(self.return_sum, self.return_square_sum, self.count) + VARIANCE_EPSILON)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> ExplainedVariance:
+    """Sums what `critic/vf_explained_var` needs.
+
+    Args:
+        values: [B, T], in units of reward.
+        returns: [B, T], in units of reward.
+        mask: [B, T], bool or 0/1; response tokens. NaN outside is harmless.
+
+    Raises:
+        ValueError: when shapes differ.
+    """
+    _check_values(mask, values=values, returns=returns)
+    inside = mask.bool()
+    returns = returns.detach().to(torch.float64).where(inside, 0)
+    error = returns - values.detach().to(torch.float64).where(inside, 0)
+    return ExplainedVariance(
+        count=inside.sum().to(torch.float64),
+        error_sum=error.sum(),
+        error_square_sum=error.square().sum(),
+        return_sum=returns.sum(),
+        return_square_sum=returns.square().sum(),
+    )
+
+
+def _variance(total: Tensor, square_total: Tensor, count: Tensor) -> Tensor:
+    """Variance with n − 1 in the denominator; 0 for fewer than two numbers."""
+    return (square_total - total.square() / count.clamp(min=1)).clamp(min=0) / (count - 1).clamp(min=1)
+
+
+def _check_values(mask: Tensor, **tensors: Tensor) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if mask.ndim != 2 or any(shape != tuple(mask.shape) for shape in shapes.values()):
+        raise ValueError(f"values, returns and mask must be [B, T] of one shape; mask is {tuple(mask.shape)}, {shapes}")

@@ -1,0 +1,106 @@
+"""What is learned: losses and gradients of actor, critic and supervised fine-tuning; scores, advantages, returns."""
+
+from verl_rc.metrics.catalog.spec import MetricSpec, spread
+
+_ACTOR = (
+    MetricSpec(
+        "actor/pg_loss", "1", "policy loss, aggregated by actor.loss_agg_mode over loss_mask, mean over updates"
+    ),
+    MetricSpec(
+        "actor/loss", "1", "what was differentiated: pg_loss − entropy_coeff · entropy + kl_loss_coef · kl_loss"
+    ),
+    MetricSpec(
+        "actor/pg_clipfrac",
+        "1",
+        "share of tokens in loss_mask whose ratio current/proximal was clipped; per loss, see its docstring",
+        (0, 0.3),
+    ),
+    MetricSpec(
+        "actor/pg_clipfrac_lower",
+        "1",
+        "share of tokens in loss_mask stopped by the dual clip (A < 0, ratio > clip_ratio_c)",
+        (0, 0.05),
+    ),
+    MetricSpec(
+        "actor/ppo_kl",
+        "nats",
+        "mean over tokens in loss_mask of proximal − current log-prob (k1 of KL(proximal || current))",
+        (-0.01, 0.1),
+    ),
+    MetricSpec("actor/entropy", "nats", "mean over response tokens of the proximal policy's entropy"),
+    MetricSpec("actor/entropy_loss", "nats", "entropy of the current policy, aggregated like pg_loss"),
+    MetricSpec(
+        "actor/kl_loss", "nats", "actor.kl_loss_type estimate of KL(current || reference), aggregated like pg_loss"
+    ),
+    MetricSpec("actor/kl_coef", "1", "coefficient of kl_loss in the loss"),
+    MetricSpec("actor/grad_norm", "1", "L2 norm of the whole gradient before clipping, mean over updates"),
+    MetricSpec(
+        "actor/nonfinite_gradients", "1", "updates of the step skipped because the gradient was not finite", (0, 0)
+    ),
+    MetricSpec("actor/lr", "1", "learning rate of the step's last update"),
+    MetricSpec(
+        "actor/reward_kl_penalty", "nats", "mean over sequences of the masked mean KL subtracted from the reward"
+    ),
+    MetricSpec("actor/reward_kl_penalty_coeff", "1", "its coefficient, from algorithm.kl_ctrl"),
+    MetricSpec("actor/perf/max_memory_allocated_gb", "GiB", "= perf/max_memory_allocated_gb of the actor's ranks"),
+    MetricSpec("actor/perf/max_memory_reserved_gb", "GiB", "= perf/max_memory_reserved_gb of the actor's ranks"),
+    MetricSpec("actor/perf/cpu_memory_used_gb", "GiB", "= perf/cpu_memory_used_gb of the actor's ranks"),
+)
+_CRITIC = (
+    MetricSpec("critic/vf_loss", "1", "half the squared error of the values, clipped to old value ± cliprange_value"),
+    MetricSpec(
+        "critic/vf_clipfrac", "1", "share of tokens in response_mask where the clipped branch was larger", (0, 0.3)
+    ),
+    MetricSpec("critic/vpred_mean", "1", "mean over tokens in response_mask of the predicted value"),
+    MetricSpec("critic/grad_norm", "1", "L2 norm of the critic's whole gradient before clipping, mean over updates"),
+    MetricSpec(
+        "critic/nonfinite_gradients",
+        "1",
+        "critic updates of the step skipped because the gradient was not finite",
+        (0, 0),
+    ),
+    MetricSpec("critic/lr", "1", "learning rate of the step's last critic update"),
+    MetricSpec("critic/vf_explained_var", "1", "1 − Var(returns − values) / Var(returns) over response tokens", (0, 1)),
+)
+_BATCH = (
+    *spread("critic/score", "reward", "sequences of the reward function's score", "ppo"),
+    *spread("critic/rewards", "reward", "sequences of the summed token rewards (score less KL penalty)", "ppo"),
+    *spread("critic/advantages", "1", "response tokens of the advantage", "ppo"),
+    *spread("critic/returns", "reward", "response tokens of the return", "ppo"),
+    *spread("critic/values", "reward", "response tokens of the critic's value", "ppo"),
+    MetricSpec(
+        "gdpo/{key}/{statistic}", "reward", "statistic over sequences of one reward component of gdpo", emitted_by="ppo"
+    ),
+    MetricSpec(
+        "variance_proxy/proxy1_signal_strength",
+        "1",
+        "squared norm of the mean gradient proxy: the signal",
+        emitted_by="ppo",
+    ),
+    MetricSpec(
+        "variance_proxy/proxy2_total_power", "1", "mean of (A·w)² · Σ π²-norm: signal and noise", emitted_by="ppo"
+    ),
+    MetricSpec(
+        "variance_proxy/proxy3_pure_noise", "1", "(proxy2 − proxy1) / (sequences − 1), at least 0", emitted_by="ppo"
+    ),
+    MetricSpec(
+        "variance_proxy/expected_a_squared", "1", "mean over response tokens of the squared advantage", emitted_by="ppo"
+    ),
+    MetricSpec("variance_proxy/expected_w", "1", "mean over response tokens of 1 − 2π + Σ π²", emitted_by="ppo"),
+)
+_SFT = (
+    MetricSpec(
+        "train/loss", "nats", "mean over response tokens of −log-prob, on the step's batch", emitted_by="driver"
+    ),
+    MetricSpec("train/grad_norm", "1", "L2 norm of the whole gradient before clipping", emitted_by="driver"),
+    MetricSpec("train/lr", "1", "learning rate of the step", emitted_by="driver"),
+    MetricSpec("train/num_tokens", "tokens", "Σ response tokens of the step", emitted_by="driver"),
+    MetricSpec("val/loss", "nats", "mean over response tokens of −log-prob, on held-out data", emitted_by="driver"),
+)
+
+SPECS = (
+    *(MetricSpec(spec.name, spec.unit, spec.formula, spec.healthy, "workers") for spec in (*_ACTOR, *_CRITIC)),
+    *_BATCH,
+    *_SFT,
+)
+"""Entries of this room."""

@@ -1,0 +1,95 @@
+"""Rollout correction: how far trainer and rollout policy disagree, and what the weights and rules did about it.
+
+Log-ratio l = train − rollout log-prob; ρ = exp(l). Means run over response tokens or non-empty rows, before rejection.
+"""
+
+from verl_rc.metrics.catalog.spec import Bounds, MetricSpec
+
+_DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
+    ("training_log_ppl", "nats", "mean over rows of −(row mean of the train log-prob)", None),
+    ("rollout_log_ppl", "nats", "mean over rows of −(row mean of the rollout log-prob)", None),
+    ("training_ppl", "1", "mean over rows of exp(−row mean of the train log-prob)", None),
+    ("rollout_ppl", "1", "mean over rows of exp(−row mean of the rollout log-prob)", None),
+    ("log_ppl_diff", "nats", "mean over rows of training − rollout log-perplexity = −(row mean of l)", (-0.1, 0.1)),
+    ("log_ppl_abs_diff", "nats", "mean over rows of its absolute value", (0, 0.1)),
+    ("log_ppl_diff_max", "nats", "largest over rows", None),
+    ("log_ppl_diff_min", "nats", "smallest over rows", None),
+    ("ppl_ratio", "1", "mean over rows of exp(training − rollout log-perplexity)", (0.9, 1.1)),
+    ("kl", "nats", "mean over tokens of −l: k1 of KL(rollout || train); may be negative in a sample", (-0.01, 0.1)),
+    ("k3_kl", "nats", "mean over tokens of ρ − l − 1: k3 of the same, never negative", (0, 0.1)),
+    ("chi2_token", "1", "mean over tokens of ρ², less 1; may be negative in a sample", (-0.1, 1)),
+    ("chi2_seq", "1", "mean over rows of (Π ρ)², less 1; dominated by single rows when large", None),
+)
+_WEIGHTS: tuple[tuple[str, str, Bounds | None], ...] = (
+    ("mean", "mean over tokens of the applied weight", (0.5, 2)),
+    ("std", "population standard deviation over tokens of the weight clamped to [0, upper threshold]", (0, 1)),
+    ("min", "token level: smallest applied weight; sequence level: smallest raw ratio of a row", None),
+    ("max", "token level: largest applied weight; sequence level: largest raw ratio of a row", None),
+    ("eff_sample_size", "(Σw)² / (n Σw²) of the applied weights, over tokens or rows as the level is", (0.5, 1)),
+    ("ratio_fraction_high", "share of tokens or rows whose raw weight is above the upper threshold", (0, 0.1)),
+    (
+        "ratio_fraction_low",
+        "share of tokens or rows whose raw weight is below the lower threshold (1/upper if none)",
+        (0, 0.1),
+    ),
+    ("seq_mean", "mean over rows of the row's mean applied weight", (0.5, 2)),
+    ("seq_std", "standard deviation (n − 1) over rows of the same", None),
+    ("seq_max", "largest row mean", None),
+    ("seq_min", "smallest row mean", None),
+    ("seq_max_deviation", "largest |row mean − 1|", (0, 1)),
+    ("seq_fraction_high", "share of rows whose mean raw weight is above the upper threshold", (0, 0.1)),
+    ("seq_fraction_low", "share of rows whose mean raw weight is below the lower threshold", (0, 0.1)),
+    ("oob_ratio", "two-sided thresholds: share of tokens whose raw weight lies outside", (0, 0.1)),
+    ("batch_norm_factor", "what the weights were divided by: their mean over tokens or rows", (0.5, 2)),
+)
+_RULE: tuple[tuple[str, str, Bounds | None], ...] = (
+    ("mean", "mean over tokens of the rule's statistic (a row's value on each of its tokens)", None),
+    ("std", "population standard deviation of the statistic clamped to its bounds", None),
+    (
+        "max",
+        "largest statistic, over tokens or rows; k1 statistics are −log ratios: the largest is the lowest ratio",
+        None,
+    ),
+    ("min", "smallest statistic, over tokens or rows", None),
+    ("fraction_high", "share above the upper bound (k1: ratios above it)", None),
+    ("fraction_low", "share below the lower bound (k1: ratios below it; others have none: 0)", None),
+    ("seq_mean", "mean over rows of the row's mean statistic", None),
+    ("seq_std", "standard deviation (n − 1) over rows", None),
+    ("seq_max", "largest over rows", None),
+    ("seq_min", "smallest over rows", None),
+    ("seq_max_deviation", "largest |statistic| over rows", None),
+    ("seq_fraction_high", "share of rows above the upper bound", None),
+    ("seq_fraction_low", "share of rows below the lower bound (k1 only)", None),
+    ("masked_fraction", "share of tokens this rule rejects", (0, 0.1)),
+    ("seq_masked_fraction", "share of non-empty rows with a token this rule rejects", (0, 0.1)),
+)
+_OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
+    ("rollout_rs_masked_fraction", "share of tokens rejected by all rules together", (0, 0.1)),
+    ("rollout_rs_seq_masked_fraction", "share of non-empty rows with a rejected token", (0, 0.1)),
+    ("nonfinite_token_fraction", "share of response tokens with a log-prob that is NaN or infinite", (0, 0)),
+    ("safety_clamped_fraction", "share of tokens whose |l| was cut to the safety bound before exp", (0, 0.001)),
+    ("skipped_updates", "optimizer steps skipped because nothing was left of the mini-batch", (0, 0)),
+)
+
+SPECS = (
+    *(
+        MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction")
+        for name, unit, text, healthy in _DISAGREEMENT
+    ),
+    *(
+        MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy, "correction")
+        for name, text, healthy in _WEIGHTS
+    ),
+    *(
+        MetricSpec(
+            f"rollout_corr/rollout_rs_{{rule}}_{name}",
+            "1" if "fraction" in name else "of the statistic",
+            text,
+            healthy,
+            "correction",
+        )
+        for name, text, healthy in _RULE
+    ),
+    *(MetricSpec(f"rollout_corr/{name}", "1", text, healthy, "correction") for name, text, healthy in _OUTCOME),
+)
+"""Entries of this room."""

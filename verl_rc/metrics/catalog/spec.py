@@ -1,0 +1,59 @@
+"""One entry of the catalogue, and how entries with placeholders recognise names."""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+Bounds = tuple[float | None, float | None]
+"""Lower and upper bound; None: unbounded on that side."""
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER_VALUES = {"data_source": r".+", "n": r"\d+", "rule": r"[a-z][a-z0-9_]*"}
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """What a metric means."""
+
+    name: str
+    """The full name, or a pattern: ``{data_source}`` stands for any text, ``{n}`` for a number, others for one word."""
+    unit: str
+    """``nats``, ``tokens``, ``s``, …; ``1`` for ratios, fractions and counts without a unit of their own."""
+    formula: str
+    """How it is computed, in one line."""
+    healthy: Bounds | None = None
+    """Where it lies in a run that is going well; None where no general statement is possible."""
+    emitted_by: str = ""
+    """The package that reports it."""
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the name has placeholders."""
+        return "{" in self.name
+
+    @property
+    def literal_length(self) -> int:
+        """Characters outside placeholders: of two patterns that match a name, the one with more says more."""
+        return len(_PLACEHOLDER.sub("", self.name))
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is this metric, or one of the metrics this pattern stands for."""
+        return self._regex.fullmatch(name) is not None
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        parts = _PLACEHOLDER.split(self.name)  # literal, placeholder, literal, …
+        literals, placeholders = parts[::2], parts[1::2]
+        pattern = re.escape(literals[0])
+        for placeholder, literal in zip(placeholders, literals[1:], strict=True):
+            pattern += f"(?:{_PLACEHOLDER_VALUES.get(placeholder, r'[^/]+')})" + re.escape(literal)
+        return re.compile(pattern)
+
+
+def spread(prefix: str, unit: str, what: str, emitted_by: str, names: str = "mean max min") -> tuple[MetricSpec, ...]:
+    """One entry for each of ``<prefix>/mean``, ``/max`` and ``/min``: the statistics of one quantity."""
+    words = {"mean": "mean", "max": "largest", "min": "smallest", "std": "population standard deviation"}
+    return tuple(
+        MetricSpec(f"{prefix}/{name}", unit, f"{words[name]} over {what}", emitted_by=emitted_by)
+        for name in names.split()
+    )

@@ -1,0 +1,24 @@
+"""Whether the engines hold the trainer's weights: what each sync sent, and the log-prob gap on sampled tokens."""
+
+from verl_rc.metrics.catalog.spec import MetricSpec
+
+SPECS = tuple(
+    MetricSpec(name, unit, formula, healthy, "driver")
+    for name, unit, formula, healthy in (
+        ("sync/seconds", "s", "gathering, sending and loading the weights, slowest engine", None),
+        ("sync/bytes", "bytes", "Σ size of the tensors sent", None),
+        ("sync/tensors", "1", "number of tensors sent; equals the manifest's", None),
+        ("sync/canary_mean_gap", "nats", "mean over generated canary tokens of |trainer − rollout log-prob|", None),
+        ("sync/canary_max_gap", "nats", "largest |trainer − rollout log-prob| over generated canary tokens", None),
+        (
+            "sync/rollout_gap_mean",
+            "nats",
+            "mean over response tokens of |proximal − rollout log-prob|, before the update",
+            None,
+        ),
+        ("sync/rollout_gap_p99", "nats", "99th percentile of the same", None),
+        ("sync/rollout_gap_max", "nats", "largest of the same", None),
+        ("sync/gap_limit", "nats", "mean gap above which the run stops: a fault, not rounding", None),
+    )
+)
+"""Entries of this room."""

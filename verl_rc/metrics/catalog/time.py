@@ -1,0 +1,96 @@
+"""Where the time goes: seconds per stage, milliseconds per token, throughput, memory."""
+
+from verl_rc.metrics.catalog.spec import MetricSpec
+
+_STAGES = {
+    "gen": "sampling the responses",
+    "reward": "scoring the responses",
+    "old_log_prob": "log-probs under the proximal policy",
+    "ref": "log-probs under the reference policy",
+    "values": "the critic's values",
+    "adv": "rollout correction and advantages on the driver",
+    "correction_statistics": "the extra no-gradient pass that some corrections need before the loss",
+    "update_critic": "the critic's update",
+    "update_actor": "the actor's update",
+    "update_weights": "sending the new weights to the engines, with proof of arrival",
+    "sync_canary": "generating and checking canary tokens",
+    "testing": "validation",
+    "save_checkpoint": "writing a checkpoint (the part the loop waits for)",
+    "dump_rollout_generations": "writing rollouts to disk",
+    "start_profile": "starting the profiler",
+    "stop_profile": "stopping the profiler",
+}
+_PER_TOKEN = {
+    "gen": "response tokens",
+    "ref": "all tokens",
+    "values": "all tokens",
+    "adv": "all tokens",
+    "update_critic": "all tokens",
+    "update_actor": "all tokens",
+}
+_AGENT_LOOP = {
+    "generate_sequences": "seconds of sampling per trajectory",
+    "tool_calls": "seconds of tool calls per trajectory",
+    "compute_score": "seconds of scoring per trajectory",
+    "num_preempted": "preemptions by the engine per trajectory",
+}
+
+SPECS = (
+    MetricSpec("timing_s/step", "s", "wall-clock seconds of the whole step", emitted_by="driver"),
+    *(
+        MetricSpec(f"timing_s/{stage}", "s", f"{what}: wall clock", emitted_by="driver")
+        for stage, what in _STAGES.items()
+    ),
+    *(
+        MetricSpec(
+            f"timing_busy_s/{stage}", "s", f"{what}: seconds the slowest worker itself computed", emitted_by="driver"
+        )
+        for stage, what in _STAGES.items()
+    ),
+    *(
+        MetricSpec(
+            f"timing_s/agent_loop/{part}/{{statistic}}",
+            "1" if part == "num_preempted" else "s",
+            what,
+            emitted_by="rollout",
+        )
+        for part, what in _AGENT_LOOP.items()
+    ),
+    MetricSpec(
+        "timing_s/agent_loop/slowest/{quantity}", "s", "the same of the slowest trajectory", emitted_by="rollout"
+    ),
+    *(
+        MetricSpec(f"timing_per_token_ms/{stage}", "ms", f"1000 · timing_s/{stage} / {tokens}", emitted_by="driver")
+        for stage, tokens in _PER_TOKEN.items()
+    ),
+    MetricSpec("perf/total_num_tokens", "tokens", "Σ prompt and response tokens of the step", emitted_by="ppo"),
+    MetricSpec("perf/time_per_step", "s", "= timing_s/step", emitted_by="driver"),
+    MetricSpec(
+        "perf/throughput",
+        "tokens/s",
+        "perf/total_num_tokens / (timing_s/step · devices of all pools)",
+        emitted_by="driver",
+    ),
+    MetricSpec("perf/rollout_tokens_per_second", "tokens/s", "Σ response tokens / timing_s/gen", emitted_by="driver"),
+    MetricSpec(
+        "perf/overhead_fraction",
+        "1",
+        "share of the step in which no worker computed: 1 − Σ timing_busy_s / timing_s/step",
+        (None, 0.1),
+        "driver",
+    ),
+    MetricSpec(
+        "perf/mfu/{role}",
+        "1",
+        "achieved FLOP/s / peak FLOP/s of the devices; forward-only roles count a third",
+        emitted_by="workers",
+    ),
+    MetricSpec(
+        "perf/max_memory_allocated_gb", "GiB", "largest memory torch held on any rank's device", emitted_by="workers"
+    ),
+    MetricSpec(
+        "perf/max_memory_reserved_gb", "GiB", "largest memory torch reserved on any rank's device", emitted_by="workers"
+    ),
+    MetricSpec("perf/cpu_memory_used_gb", "GiB", "host memory in use, largest of all nodes", emitted_by="workers"),
+)
+"""Entries of this room."""

@@ -1,0 +1,102 @@
+"""All sinks of a run behind one object."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from verl_rc.metrics.sinks.console import ConsoleSink
+from verl_rc.metrics.sinks.jsonl import JsonlSink
+from verl_rc.metrics.sinks.protocol import Cell, MetricSink
+
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
+"""Names for ``trainer.logger``; ``file``, verl's name for JSON lines, works too."""
+
+
+class Tracker:
+    """Hands everything to every sink."""
+
+    def __init__(self, sinks: Sequence[MetricSink], run_id: str | None = None) -> None:
+        """``run_id``: what W&B calls this run, None without W&B; a checkpoint keeps it."""
+        self._sinks = tuple(sinks)
+        self.run_id = run_id
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Takes the reduced metrics of one step."""
+        for sink in self._sinks:
+            sink.log(metrics, step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
+        """Takes a table, such as validation samples; every row has one cell a column."""
+        for sink in self._sinks:
+            sink.log_table(name, columns, rows, step)
+
+    def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
+        """Takes a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``.
+
+        Raises:
+            ValueError: there is not exactly one edge more than counts.
+        """
+        if len(edges) != len(counts) + 1:
+            raise ValueError(
+                f"histogram '{name}' must have one edge more than counts, got {len(edges)} edges, {len(counts)} counts."
+            )
+        for sink in self._sinks:
+            sink.log_histogram(name, edges, counts, step)
+
+    def close(self) -> None:
+        """Closes every sink, also when one of them fails."""
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+
+def open_tracker(
+    loggers: Sequence[str],
+    project_name: str,
+    experiment_name: str,
+    run_dir: Path,
+    config: Mapping[str, Any],
+    total_steps: int,
+    resume_id: str | None = None,
+) -> Tracker:
+    """Opens the sinks named in ``trainer.logger``.
+
+    ``config`` (the resolved configuration) and ``resume_id`` (a former ``Tracker.run_id``) are for W&B; ``total_steps``
+    is for the console.
+
+    Raises:
+        ValueError: a name is unknown, or needs a package that is not installed.
+    """
+    names = list(dict.fromkeys("jsonl" if name == "file" else name for name in loggers))
+    unknown = [name for name in names if name not in LOGGERS]
+    if unknown:
+        raise ValueError(
+            f"trainer.logger must be a list of names out of {', '.join(LOGGERS)}, got {', '.join(unknown)}."
+        )
+
+    def open_wandb() -> MetricSink:
+        # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.
+        from verl_rc.metrics.sinks.wandb_sink import WandbSink  # noqa: PLC0415
+
+        return WandbSink(project_name, experiment_name, run_dir, config, resume_id)
+
+    openers: dict[str, Callable[[], MetricSink]] = {
+        "console": lambda: ConsoleSink(total_steps),
+        "jsonl": lambda: JsonlSink(run_dir),
+        "tensorboard": lambda: _open_tensorboard(run_dir),
+        "wandb": open_wandb,
+    }
+    sinks = {name: openers[name]() for name in names}
+    return Tracker(list(sinks.values()), run_id=getattr(sinks.get("wandb"), "run_id", None))
+
+
+def _open_tensorboard(run_dir: Path) -> MetricSink:
+    try:
+        from verl_rc.metrics.sinks.tensorboard_sink import TensorBoardSink  # noqa: PLC0415  (an optional package)
+    except ImportError as error:
+        raise ValueError(
+            "trainer.logger: 'tensorboard' must be installed to be used; "
+            "run `pip install 'verl_rc[tensorboard]'` or leave it out."
+        ) from error
+    return TensorBoardSink(run_dir)

@@ -1,0 +1,75 @@
+"""Cutting a train batch into optimizer mini-batches, each with the denominators its losses are divided by."""
+
+import random
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from verl_rc.data.batches import TrainBatch
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The rows of one optimizer step, over all ranks, and its global counts."""
+
+    rows: list[int]
+    num_tokens: int
+    """Tokens in the denominator mask: token-mean divides by it."""
+    num_sequences: int
+    """Rows with at least one token in the denominator mask: the seq-mean modes divide by it."""
+    num_loss_tokens: int
+    """Tokens that contribute to a loss; 0 skips the optimizer step."""
+
+
+@dataclass(frozen=True)
+class MiniBatchShare:
+    """One rank's part of a mini-batch."""
+
+    micro_batches: list[list[int]]
+    """Row numbers of each forward and backward; every rank has the same number of them, an empty one contributes nothing."""
+    num_tokens: int
+    """Denominators of the whole mini-batch over all ranks; see ``MiniBatch``."""
+    num_sequences: int
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True)
+class MiniBatchOptions:
+    """How a train batch is cut."""
+
+    rows_per_mini_batch: int
+    """``ppo_mini_batch_size`` prompts times samples per prompt."""
+    epochs: int
+    """Passes over the train batch."""
+    shuffle: bool
+    """Draw a new order of rows in each pass."""
+    seed: int
+    """Seed of that order."""
+    denominator: str = "original"
+    """``original``: all response tokens count; ``kept``: only those that rollout correction kept."""
+
+
+def plan_mini_batches(batch: TrainBatch, options: MiniBatchOptions) -> list[MiniBatch]:
+    """Mini-batches of all epochs, in the order they are trained on.
+
+    Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a loss is divided by.
+    Raises ``ValueError`` when the rows do not divide into mini-batches.
+    """
+    num_rows, size = batch.response_mask.shape[0], options.rows_per_mini_batch
+    if num_rows % size:
+        raise ValueError(f"a train batch must hold a multiple of {size} rows (mini-batch size x samples), got {num_rows}.")
+    denominator_mask = batch.loss_mask if options.denominator == "kept" else batch.response_mask
+    counted, kept = denominator_mask.sum(-1), batch.loss_mask.sum(-1)
+    order = random.Random(options.seed)
+    plan = []
+    for _ in range(options.epochs):
+        rows = list(range(num_rows))
+        if options.shuffle:
+            order.shuffle(rows)
+        plan += [_mini_batch(rows[start : start + size], counted, kept) for start in range(0, num_rows, size)]
+    return plan
+
+
+def _mini_batch(rows: list[int], counted: Tensor, kept: Tensor) -> MiniBatch:
+    tokens = counted[rows]
+    return MiniBatch(sorted(rows), int(tokens.sum()), int((tokens > 0).sum()), int(kept[rows].sum()))

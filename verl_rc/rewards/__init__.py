@@ -1,0 +1,21 @@
+"""From text to score, pure functions: rule-based scorers, the user's own, and which one a row gets."""
+
+from verl_rc.rewards.custom import load_reward_function
+from verl_rc.rewards.dispatch import build_reward, find_scorer, register_scorer
+from verl_rc.rewards.exact_match import exact_match
+from verl_rc.rewards.gsm8k import gsm8k
+from verl_rc.rewards.math_answer import dapo_math, math_answer
+from verl_rc.rewards.output import RewardOutput, as_reward_output
+
+__all__ = [
+    "RewardOutput",
+    "as_reward_output",
+    "build_reward",
+    "dapo_math",
+    "exact_match",
+    "find_scorer",
+    "gsm8k",
+    "load_reward_function",
+    "math_answer",
+    "register_scorer",
+]

@@ -1,0 +1,58 @@
+"""From engine completions to one rollout batch, and the checks that nothing foreign gets in."""
+
+from collections.abc import Sequence
+
+import torch
+
+from verl_rc.data.batches import Completions, RolloutBatch, TokenBatch, left_padded, positions_mask
+
+
+def build_rollout_batch(
+    prompts: Sequence[list[int]], group_ids: Sequence[int], completions: Completions, pad_token_id: int
+) -> RolloutBatch:
+    """Join ``B`` prompts (token ids) with their completions, in the same order.
+
+    Raises ``ValueError`` when counts differ, a response is empty, or a log-prob of a sampled token is positive or NaN.
+    """
+    rows, width = completions.responses.shape
+    if len(prompts) != rows or len(group_ids) != rows:
+        raise ValueError(f"every request needs exactly one completion: {len(prompts)} requests, {rows} completions.")
+    response_mask = positions_mask(completions.response_lengths, width)
+    _refuse_bad_rows("a response needs at least one token", completions.response_lengths < 1)
+    bad = response_mask & ~(completions.rollout_log_probs <= 1e-5)
+    _refuse_bad_rows("the log-prob of a sampled token must be a number <= 0", bad.any(dim=-1))
+    prompt_ids, prompt_lengths = left_padded(list(prompts), pad_token_id)
+    responses = torch.where(response_mask, completions.responses, pad_token_id)
+    tokens = TokenBatch(
+        prompts=prompt_ids,
+        prompt_lengths=prompt_lengths,
+        responses=responses,
+        response_lengths=completions.response_lengths,
+        batch_size=[rows],
+    )
+    return RolloutBatch(
+        tokens=tokens,
+        response_mask=response_mask,
+        rollout_log_probs=completions.rollout_log_probs,
+        policy_versions=completions.policy_versions,
+        group_ids=torch.tensor(group_ids),
+        finished=completions.finished,
+        batch_size=[rows],
+    )
+
+
+def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:
+    """Raise ``RuntimeError`` when a token was sampled by other weights than ``expected_version``."""
+    wrong = rollouts.response_mask & (rollouts.policy_versions != expected_version)
+    if bool(wrong.any()):
+        row = int(wrong.any(dim=-1).nonzero()[0])
+        found = sorted(set(rollouts.policy_versions[wrong].tolist()))
+        raise RuntimeError(
+            f"every token of this step must come from weight version {expected_version}, but {int(wrong.sum())} tokens come "
+            f"from version {found} (first in row {row}): an engine missed a weight update."
+        )
+
+
+def _refuse_bad_rows(requirement: str, bad: torch.Tensor) -> None:
+    if bool(bad.any()):
+        raise ValueError(f"{requirement}, which does not hold for rows {bad.nonzero()[:5, 0].tolist()} of the rollouts.")

@@ -1,0 +1,115 @@
+"""A vLLM engine in this process: token ids in; token ids, log-probs and weight versions out."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.outputs import CompletionOutput
+
+from verl_rc.data.batches import Completions
+from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.weight_sync import receiver
+from verl_rc.weight_sync.transfer_group import TransferAddress
+
+
+class RolloutEngine:
+    """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's threads."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Build the engine; weights come with the first update."""
+        self._options = options
+        self._llm = LLM(
+            model=options.model_path,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
+            worker_extension_cls=f"{receiver.__name__}.{receiver.ReceiptExtension.__name__}",
+            **options.arguments,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Facts of the running engine that other parts need: its cache's block size and its threads."""
+        block_size = self._llm.llm_engine.vllm_config.cache_config.block_size
+        return {"block_size": block_size, "threads": torch.get_num_threads()}
+
+    def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
+        """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every member has come."""
+        mine = receiver.ReceiverAddress(
+            address.host, address.port, address.world_size, first_rank, backend, address.timeout_seconds
+        )
+        self._llm.init_weight_transfer_engine({"init_info": asdict(mine)})
+
+    def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
+        """Take one weight update as ``version`` and forget every cached prefix; returns a receipt per worker."""
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"manifest": manifest, "bucket_bytes": bucket_bytes}})
+        self._llm.finish_weight_update(str(version))
+        self.reset_prefix_cache()
+        receipts: list[dict[str, Any]] = self._llm.collective_rpc("weight_sync_receipt")
+        return receipts
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")
+
+    def generate(self, requests: list[GenerationRequest], options: SamplingOptions) -> Completions:
+        """Sample one response per request, in order.
+
+        Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
+        """
+        parameters = [
+            SamplingParams(
+                seed=request.seed,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                top_k=options.top_k,
+                max_tokens=options.max_tokens,
+                stop_token_ids=list(options.stop_token_ids),
+                ignore_eos=options.ignore_eos,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        return self._collect([output.outputs[0] for output in outputs])
+
+    def _collect(self, outputs: list[CompletionOutput]) -> Completions:
+        rows, width = len(outputs), self._options.response_width
+        responses = torch.zeros(rows, width, dtype=torch.int64)
+        log_probs = torch.zeros(rows, width)
+        versions = torch.full((rows, width), -1)
+        for row, output in enumerate(outputs):
+            count = len(output.token_ids)
+            responses[row, :count] = torch.tensor(output.token_ids)
+            log_probs[row, :count] = torch.tensor(sampled_log_probs(output, row))
+            for span in output.weight_versions or ():
+                versions[row, span.start : span.end] = int(span.version) if span.version.isdigit() else -1
+        return Completions(
+            responses=responses,
+            response_lengths=torch.tensor([len(output.token_ids) for output in outputs]),
+            rollout_log_probs=log_probs,
+            policy_versions=versions,
+            finished=torch.tensor([output.finish_reason == "stop" for output in outputs]),
+            batch_size=[rows],
+        )
+
+
+def sampled_log_probs(output: CompletionOutput, row: int) -> list[float]:
+    """The log-prob of every sampled token, in nats; ``ValueError`` when one is missing or belongs to another token."""
+    flat = output.logprobs
+    count = len(output.token_ids)
+    if flat is None or len(flat) != count:
+        found = "none" if flat is None else str(len(flat))
+        raise ValueError(f"every one of the {count} tokens of request {row} needs a log-prob, the engine returned {found}.")
+    first = flat.start_indices
+    if [flat.token_ids[start] for start in first] != list(output.token_ids):
+        raise ValueError(f"the log-probs of request {row} must belong to its sampled tokens, the engine returned others.")
+    return [flat.logprobs[start] for start in first]

@@ -1,0 +1,32 @@
+"""Sums, means and whitening over the True positions of a mask. Masked positions are cut by selection, so NaN there is harmless."""
+
+import torch
+from torch import Tensor
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of ``values`` (any shape) where ``mask`` (same shape, bool) is True; a scalar."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum()
+
+
+def masked_row_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """Sums over the last dimension of ``values`` ``[B, T]`` where ``mask`` is True; ``[B]``."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(dim=-1)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of ``values`` where ``mask`` is True, divided by the exact count; 0 for an empty mask."""
+    return masked_sum(values, mask) / mask.sum().clamp_min(1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """``(x - mean) / sqrt(var + 1e-8)`` over the True positions, 0 elsewhere; variance with Bessel's correction.
+
+    With fewer than two True positions there is no variance, and the values are returned unscaled, less their mean.
+    """
+    count = mask.sum()
+    mean = masked_mean(values, mask)
+    centred = torch.where(mask, values - mean, torch.zeros((), dtype=values.dtype, device=values.device))
+    variance = centred.square().sum() / (count - 1).clamp_min(1)
+    scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), torch.ones_like(variance))
+    return centred * scale

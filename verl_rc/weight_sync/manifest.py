@@ -1,0 +1,98 @@
+"""What a weight update consists of: names, shapes, wire dtypes, buckets and digests of the bytes."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+_WORDS_PER_CHUNK = 1 << 20
+# Odd constants: multiplying by an odd number is a bijection modulo 2**64, so a change of any single word changes the digest.
+_POSITION_FACTOR = 0x1E3779B97F4A7C15
+_POSITION_OFFSET = 0x3C6EF372FE94F82B
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of an update as it travels."""
+
+    name: str
+    dtype: str
+    """Name of the torch dtype on the wire, e.g. ``bfloat16``."""
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The wire dtype as a torch dtype."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+        return self.num_elements * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The ordered list of tensors of every weight update of a run."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in sending order."""
+        return tuple(spec.name for spec in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one whole update."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    def to_plain(self) -> list[dict[str, object]]:
+        """A list of plain mappings, as vLLM's update call can carry it to other processes."""
+        return [asdict(spec) for spec in self.tensors]
+
+    @classmethod
+    def from_plain(cls, plain: list[dict[str, object]]) -> "Manifest":
+        """The inverse of ``to_plain``."""
+        return cls(tuple(TensorSpec(str(p["name"]), str(p["dtype"]), tuple(p["shape"])) for p in plain))  # type: ignore[arg-type]
+
+    def buckets(self, max_bytes: int) -> Iterator[list[TensorSpec]]:
+        """Consecutive tensors of one dtype, at most ``max_bytes`` together (a larger single tensor travels alone)."""
+        bucket: list[TensorSpec] = []
+        size = 0
+        for spec in self.tensors:
+            if bucket and (size + spec.num_bytes > max_bytes or spec.dtype != bucket[0].dtype):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(spec)
+            size += spec.num_bytes
+        if bucket:
+            yield bucket
+
+
+def tensor_digest(tensor: Tensor) -> int:
+    """A 64-bit digest of a tensor's bytes and their positions, computed where the tensor lies.
+
+    ``sum_i word_i * (factor * i + offset | 1)`` modulo 2**64 over the 8-byte words (zero-padded): a multilinear hash, so any
+    single changed word, and any swap of two different words, is seen. It guards against faults, not against an adversary.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words_missing = -data.numel() % 8
+    if words_missing:
+        data = torch.cat([data, data.new_zeros(words_missing)])
+    words = data.view(torch.int64) if data.data_ptr() % 8 == 0 else data.clone().view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _WORDS_PER_CHUNK):
+        chunk = words[start : start + _WORDS_PER_CHUNK]
+        position = torch.arange(start, start + chunk.numel(), device=words.device)
+        total += (chunk * ((position * _POSITION_FACTOR + _POSITION_OFFSET) | 1)).sum()
+    return int(total) ^ (tensor.numel() << 1)

@@ -1,0 +1,107 @@
+"""Proof that the engines hold the trainer's weights: receipts per sync, log-prob gaps on generated tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.sender import SendReceipt
+
+
+class SyncProofError(RuntimeError):
+    """The engines do not hold the weights the trainer has."""
+
+
+def check_receipts(
+    manifest: Manifest, sent: SendReceipt, received: Sequence[Sequence[dict[str, Any]]], version: int
+) -> None:
+    """Every worker of every engine received every tensor of the manifest, byte for byte, and filled all its parameters.
+
+    ``received``: for each engine, one receipt per worker. Raises ``SyncProofError`` with names and counts otherwise.
+    """
+    names = set(manifest.names)
+    if set(sent.digests) != names:
+        raise SyncProofError(
+            f"weight version {version}: all {len(names)} tensors must be sent, missing {_some(names - set(sent.digests))}."
+        )
+    for engine, workers in enumerate(received):
+        for worker, receipt in enumerate(workers):
+            where = f"weight version {version}, rollout engine {engine}, worker {worker}"
+            digests = receipt["digests"]
+            if set(digests) != names:
+                raise SyncProofError(
+                    f"{where}: must receive all {len(names)} tensors, received {len(digests)}, "
+                    f"missing {_some(names - set(digests))}."
+                )
+            changed = {name for name in names if digests[name] != sent.digests[name]}
+            if changed:
+                raise SyncProofError(f"{where}: bytes received must equal bytes sent; they differ for {_some(changed)}.")
+            if receipt["not_loaded"]:
+                raise SyncProofError(
+                    f"{where}: every parameter of the engine's model must be filled; untouched: {_some(receipt['not_loaded'])}."
+                )
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+
+
+@dataclass(frozen=True)
+class LogProbGap:
+    """Mean and extreme of ``|trainer log-prob - rollout log-prob|`` over sampled tokens, nats."""
+
+    mean: float
+    maximum: float
+
+    @classmethod
+    def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap":
+        """Gap over the True positions of ``mask`` (all ``[B, R]``)."""
+        gap = (train_log_probs - rollout_log_probs).abs()[mask].double()
+        mean, maximum = torch.stack([gap.mean(), gap.max()]).tolist() if gap.numel() else (0.0, 0.0)
+        return cls(mean, maximum)
+
+
+# Ten times the mean gap measured between vLLM and an fp32 trainer on the same weights (docs/experiment_log.md), by the engine's
+# least precise part. A first step above it is a fault, not rounding.
+_PLAUSIBLE_MEAN_GAP = {"float32": 1e-4, "float16": 7e-3, "bfloat16": 0.06, "fp8_weights": 0.3, "fp8_kv_cache": 0.9}
+_FACTOR_OVER_FIRST = 4.0
+
+
+class GapMonitor:
+    """Watches the mean gap of every step's own rollouts: its limit is calibrated at the first step."""
+
+    def __init__(self, precision: str, limit: float | None = None) -> None:
+        """``precision``: a key of the table of plausible gaps; ``limit`` (nats) overrides the calibration."""
+        self._plausible = _PLAUSIBLE_MEAN_GAP[precision]
+        self._fixed = limit
+        self._calibrated: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """The mean gap above which a step is refused, nats."""
+        return self._fixed or self._calibrated or self._plausible
+
+    def check(self, gap: LogProbGap, where: str) -> None:
+        """Raise ``SyncProofError`` when ``gap`` is too large for this engine's precision; calibrate on the first call."""
+        if not gap.mean <= self.limit:
+            raise SyncProofError(
+                f"{where}: the mean |trainer - rollout log-prob| must be at most {self.limit:.3g} nats for this engine, "
+                f"it is {gap.mean:.3g} (largest {gap.maximum:.3g}). The engine does not sample from the trainer's weights: look "
+                "for a missed weight update, a stale prefix cache or another temperature. If the gap is expected, set "
+                "actor_rollout_ref.rollout.sync_proof.gap_limit."
+            )
+        if self._calibrated is None:
+            self._calibrated = min(self._plausible, max(_FACTOR_OVER_FIRST * gap.mean, self._plausible / 4))
+
+
+def engine_precision(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:
+    """The least precise part of an engine, as a key of the table of plausible gaps."""
+    if kv_cache_dtype.startswith("fp8"):
+        return "fp8_kv_cache"
+    if quantization is not None:
+        return "fp8_weights"
+    return dtype

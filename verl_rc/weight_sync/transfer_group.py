@@ -1,0 +1,45 @@
+"""The process group that carries weights: beside, never through, the default groups of trainer and engine."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TransferAddress:
+    """Where the members of the transfer group meet."""
+
+    host: str
+    port: int
+    world_size: int
+    """One sender plus every engine worker."""
+    timeout_seconds: float = 120.0
+
+
+def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> dist.ProcessGroup:
+    """Join as ``rank`` (0 is the sender); blocks until all ``world_size`` members have come.
+
+    Built by hand on its own store, because the engine's process has a default group of its own that must not be touched.
+    ``backend`` is ``gloo`` or ``nccl``.
+    """
+    timeout = timedelta(seconds=address.timeout_seconds)
+    tcp = dist.TCPStore(address.host, address.port, address.world_size, rank == 0, timeout, wait_for_workers=True)
+    store = dist.PrefixStore("weight_transfer", tcp)
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        return dist.ProcessGroupGloo(store, rank, address.world_size, options)
+    if backend == "nccl":
+        return dist.ProcessGroupNCCL(store, rank, address.world_size, dist.ProcessGroupNCCL.Options())
+    raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
+
+
+def broadcast_from_sender(group: dist.ProcessGroup, tensor: Tensor) -> None:
+    """Broadcast ``tensor`` in place from rank 0 and wait for it."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    group.broadcast([tensor], options).wait()
