@@ -25,9 +25,7 @@ def render() -> str:
     """Returns the whole page."""
     parts = [_INTRODUCTION]
     for room, specs in ROOMS.items():
-        parts.append(
-            f"\n## {room}\n\n| Name | Unit | How it is computed | Healthy | Reported by |\n|---|---|---|---|---|\n"
-        )
+        parts.append(f"\n## {room}\n\n| Name | Unit | How it is computed | Healthy | Reported by |\n|---|---|---|---|---|\n")
         parts += [_row(spec) for spec in specs]
     return "".join(parts)
 

@@ -32,9 +32,7 @@ def uv_arguments(settings: dict[str, str]) -> list[str]:
         arguments += ["--default-index", settings["index-url"]]
     for key, option in _REPEATED.items():
         for value in settings.get(key, "").split():
-            if (
-                key != "find-links" or "://" in value or Path(value).exists()
-            ):  # pip passes over missing folders, uv stops
+            if key != "find-links" or "://" in value or Path(value).exists():  # pip passes over missing folders, uv stops
                 arguments += [option, value]
     if "--index" in arguments:
         # pip takes the best version of all indexes; uv would stop at the first index that knows the name.

@@ -1,4 +1,4 @@
-"""Write the digit task of the quickstart: parquet files for RL (train, val) and its SFT warm start (sft_train, sft_val).
+"""Write the digit task of the quickstart: parquet files for RL (train, val) and for SFT (sft_train, sft_val).
 
 The four files share no problem, and the space of problems (ten to the power of the length) is larger than all of them.
 

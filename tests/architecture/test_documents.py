@@ -21,9 +21,7 @@ _METRIC = re.compile(
 
 def missing_paths(text: str, where: str) -> list[str]:
     """Files named from the root of the repository that are not there."""
-    return [
-        f"{where}: {name} does not exist" for name in sorted(set(_PATH.findall(text))) if not (ROOT / name).exists()
-    ]
+    return [f"{where}: {name} does not exist" for name in sorted(set(_PATH.findall(text))) if not (ROOT / name).exists()]
 
 
 def dead_links(text: str, where: str) -> list[str]:
@@ -63,9 +61,7 @@ def unknown_metrics(text: str, where: str) -> list[str]:
     """Metric names in backticks that have no entry in the catalogue."""
     names = (name for name in sorted(set(_METRIC.findall(text))) if not name.endswith((".py", ".md", ".json", ".yaml")))
     known = {spec.name for spec in CATALOG}
-    return [
-        f"{where}: metric {name} has no entry" for name in names if name not in known and CATALOG.find(name) is None
-    ]
+    return [f"{where}: metric {name} has no entry" for name in names if name not in known and CATALOG.find(name) is None]
 
 
 def test_files_that_are_named_exist():

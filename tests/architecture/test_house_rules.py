@@ -13,9 +13,7 @@ Check = Callable[[ast.AST, str, str], list[str]]
 def prints(tree: ast.AST, source: str, path: str) -> list[str]:
     """Output goes through a sink, a logger or an explicit stream."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return [
-        f"{path}:{call.lineno} print" for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"
-    ]
+    return [f"{path}:{call.lineno} print" for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
 
 
 def blind_excepts(tree: ast.AST, source: str, path: str) -> list[str]:
@@ -38,12 +36,7 @@ def config_lookups(tree: ast.AST, source: str, path: str) -> list[str]:
     """``config.get("key", default)`` gives a key a second default; fields are read as attributes."""
     violations = []
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "get"
-            and node.args
-        ):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
             owner = ast.unparse(node.func.value)
             if "config" in owner.rpartition(".")[2].lower() or owner.split(".")[0].lower() in ("config", "cfg"):
                 violations.append(f"{path}:{node.lineno} {owner}.get(")
@@ -65,11 +58,7 @@ def unexplained_inner_imports(tree: ast.AST, source: str, path: str) -> list[str
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
-    return [
-        f"{path}:{line} import inside a function, without a reason"
-        for line in sorted(imports)
-        if not is_explained(line)
-    ]
+    return [f"{path}:{line} import inside a function, without a reason" for line in sorted(imports) if not is_explained(line)]
 
 
 def missing_docstrings(tree: ast.AST, source: str, path: str) -> list[str]:
@@ -78,12 +67,8 @@ def missing_docstrings(tree: ast.AST, source: str, path: str) -> list[str]:
     scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))]
     for scope in scopes:
         for node in scope.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith(
-                "_"
-            ):
-                overload = any(
-                    "overload" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", [])
-                )
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                overload = any("overload" in ast.unparse(decorator) for decorator in getattr(node, "decorator_list", []))
                 if not ast.get_docstring(node) and not overload:
                     violations.append(f"{path}:{node.lineno} {node.name} without a docstring")
     return violations
@@ -94,10 +79,7 @@ def host_syncs(tree: ast.AST, source: str, path: str) -> list[str]:
     return [
         f"{path}:{node.lineno} .item()"
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "item"
-        and not node.args
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args
     ]
 
 

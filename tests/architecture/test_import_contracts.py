@@ -11,9 +11,7 @@ import pytest
 from architecture.source_tree import PACKAGE, ROOT
 
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-LINT = (
-    "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(is_debug_mode=False, show_timings=False))"
-)
+LINT = "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(is_debug_mode=False, show_timings=False))"
 
 FAULTS = {
     "layers": ("tensor_ops/__init__.py", "import verl_rc.driver"),

@@ -12,9 +12,7 @@ _MACHINE_PATH = re.compile(rf"(?<![\w.$}}~-]){_SLASH}(?:work|root|home|Users|mnt
 _HOST = re.compile(r"https?://([\w.-]+)")
 _INSTALLS = ("pyproject.toml", "requirements/", "scripts/", "docker/", ".ci/", "recipes/")
 _PUBLIC_HOSTS = {"download.pytorch.org", "github.com", "arxiv.org", "localhost", "127.0.0.1"}
-_REGISTRY = re.compile(
-    r"(?:index-url|find-links|registry)[ =]+[\"']?(?:file:|https?://(?![\w.]*\.example\b))", re.IGNORECASE
-)
+_REGISTRY = re.compile(r"(?:index-url|find-links|registry)[ =]+[\"']?(?:file:|https?://(?![\w.]*\.example\b))", re.IGNORECASE)
 """An index given as an option; hosts below .example are reserved for documents and tests."""
 
 
@@ -40,18 +38,12 @@ def unsafe_shell(text: str, where: str) -> list[str]:
 
 
 def shell_scripts() -> list[tuple[str, str]]:
-    return [
-        (where, text)
-        for where, text in texts(".sh", "")
-        if text.startswith("#!/usr/bin/env bash") or where.endswith(".sh")
-    ]
+    return [(where, text) for where, text in texts(".sh", "") if text.startswith("#!/usr/bin/env bash") or where.endswith(".sh")]
 
 
 @pytest.mark.parametrize("check", [machine_paths, registries])
 def test_no_trace_of_one_machine(check):
-    violations = [
-        v for where, text in texts() if where != "tests/architecture/test_project_files.py" for v in check(text, where)
-    ]
+    violations = [v for where, text in texts() if where != "tests/architecture/test_project_files.py" for v in check(text, where)]
     assert not violations, listed(violations)
 
 

@@ -74,8 +74,7 @@ def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
     module_name, separator, function_name = name.partition(":")
     if not separator:
         raise ValueError(
-            f"algorithm.adv_estimator must be one of {', '.join(advantage_estimator_names())}, or 'module:function'; "
-            f"got {name!r}"
+            f"algorithm.adv_estimator must be one of {', '.join(advantage_estimator_names())}, or 'module:function'; got {name!r}"
         )
     try:
         estimator: AdvantageEstimator = getattr(importlib.import_module(module_name), function_name)

@@ -35,8 +35,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     baselines = required(inputs.reward_baselines, "reward_baselines", "remax")
     if baselines.shape != inputs.response_mask.shape[:1]:
         raise ValueError(
-            f"reward_baselines must hold one score per row, [{inputs.response_mask.shape[0]}]; got "
-            f"{tuple(baselines.shape)}"
+            f"reward_baselines must hold one score per row, [{inputs.response_mask.shape[0]}]; got {tuple(baselines.shape)}"
         )
     returns = returns_to_go(inputs.token_level_rewards, inputs.response_mask, 1.0)
     advantages = returns - baselines.to(returns.dtype).unsqueeze(-1)

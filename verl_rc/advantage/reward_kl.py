@@ -43,8 +43,7 @@ def apply_kl_in_reward(
             f"{tuple(token_level_scores.shape)} and {[tuple(tensor.shape) for tensor in tensors]}"
         )
     mask = response_mask.bool()
-    divergence = kl_penalty(log_probs.where(mask, 0), ref_log_probs.where(mask, 0), kind).detach()
-    divergence = divergence.where(mask, 0)
+    divergence = kl_penalty(log_probs, ref_log_probs, kind).detach().where(mask, 0)
     return token_level_scores - kl_coef * divergence, divergence.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
 
 

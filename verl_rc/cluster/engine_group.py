@@ -1,9 +1,8 @@
-"""The engines as one: requests are split over them in contiguous shares, completions come back in the order of the requests."""
+"""The engines as one: requests are split over them in contiguous shares, completions come back in the order of the
+requests."""
 
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from verl_rc.cluster.environment import engine_environment
 from verl_rc.cluster.placement import Placement
@@ -61,8 +60,7 @@ class EngineGroup:
         ]
         parts: list[Completions] = wait_for_all(pending)
         self.busy_seconds = longest_busy(pending)
-        completions: Completions = torch.cat(parts)
-        return completions
+        return Completions.cat(parts)
 
     def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
         """Every engine answers all requests: for comparing engines with the trainer one by one."""

@@ -1,8 +1,10 @@
-"""Environment variables of the processes: what Ray reads on import, what engines and trainers need before torch loads."""
+"""Environment variables of the processes: what Ray reads on import, what engines and trainers need before torch
+loads."""
 
 import os
 
-# Ray 2.60 would otherwise write a token file into the home folder, phone home, and hide GPUs from actors that reserve none.
+# Ray 2.60 would otherwise write a token file into the home folder, phone home, and hide GPUs from actors that
+# reserve none.
 _RAY = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,8 +35,8 @@ def trainer_environment(num_threads: int) -> dict[str, str]:
 def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[str, str]:
     """Environment of an engine's process.
 
-    The engine core stays in the actor's process (no child to orphan). On a CPU: no core pinning (two engines would pin the same
-    cores), and no dynamo, which would compile for seconds what an eager engine runs once.
+    The engine core stays in the actor's process (no child to orphan). On a CPU: no core pinning (two engines would
+    pin the same cores), and no dynamo, which would compile for seconds what an eager engine runs once.
     """
     variables = {
         **_QUIET,

@@ -49,8 +49,8 @@ def _python_path() -> str:
 def plan_placement(config: RunConfig) -> Placement:
     """Decide the processes of a run on the connected cluster.
 
-    Raises ``ValueError`` when there are fewer devices than asked for: GPUs on a GPU cluster, cores on a CPU (one per rank).
-    """
+    Raises ``ValueError`` when there are fewer devices than asked for: GPUs on a GPU cluster, cores on a CPU (one per
+    rank). """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     gpus = int(ray.cluster_resources().get("GPU", 0))
     device = trainer.device if trainer.device != "auto" else ("cuda" if gpus else "cpu")
@@ -65,8 +65,8 @@ def plan_placement(config: RunConfig) -> Placement:
     cores = os.cpu_count() or 1
     if device == "cpu" and max(trainer.n_gpus_per_node, engine_devices // trainer.nnodes) > cores:
         raise ValueError(
-            f"on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node={trainer.n_gpus_per_node} "
-            f"and {num_engines} engines were asked for, this machine has {cores} cores. "
+            "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
+            f"{trainer.n_gpus_per_node} and {num_engines} engines were asked for, this machine has {cores} cores. "
             f"Pass trainer.n_gpus_per_node={min(cores, 1)} (on a CPU it means trainer ranks)."
         )
     engines_per_node = max(1, num_engines // (rollout.nnodes or trainer.nnodes))

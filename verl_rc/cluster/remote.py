@@ -79,8 +79,8 @@ class Pending:
 def wait_for_all(pending: Sequence[Pending], timeout_seconds: float | None = None) -> list[Any]:
     """Results in the order given; fails as soon as one of them fails.
 
-    Raises ``RemoteError`` naming the process, what it was doing and, last, its traceback; or naming those that did not answer
-    within ``timeout_seconds``.
+    Raises ``RemoteError`` naming the process, what it was doing and, last, its traceback; or naming those that did
+    not answer within ``timeout_seconds``.
     """
     waiting = {item.reference: item for item in pending}
     remaining = list(waiting)
@@ -91,7 +91,8 @@ def wait_for_all(pending: Sequence[Pending], timeout_seconds: float | None = Non
             names = ", ".join(f"{waiting[reference].who} ({waiting[reference].what})" for reference in remaining)
             raise RemoteError(
                 f"these processes did not answer within {timeout_seconds:.0f} s: {names}. "
-                f"Free resources of the cluster: {ray.available_resources()}. Raise trainer.ready_timeout_seconds if they are slow."
+                f"Free resources of the cluster: {ray.available_resources()}. "
+                "Raise trainer.ready_timeout_seconds if they are slow."
             )
         results[ready[0]] = _result_of(waiting[ready[0]])
     return [results[item.reference] for item in pending]

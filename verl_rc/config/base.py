@@ -4,6 +4,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """A section of the configuration: immutable once built, unknown keys refused, defaults checked like given values."""
+    """A section of the configuration: immutable once built, unknown keys refused, defaults checked like given
+    values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)

@@ -70,7 +70,8 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
         )
     if config.algorithm.adv_estimator == "grpo" and samples < 2:
         yield (
-            f"algorithm.adv_estimator=grpo compares samples of one prompt and needs actor_rollout_ref.rollout.n >= 2, got {samples}."
+            "algorithm.adv_estimator=grpo compares samples of one prompt and needs actor_rollout_ref.rollout.n >= 2, "
+            f"got {samples}."
         )
 
 

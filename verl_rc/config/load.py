@@ -1,7 +1,7 @@
 """From command line and YAML to a valid configuration: the only module that knows Hydra and OmegaConf.
 
-Hydra composes what was *given* (over an empty tree, so that nothing has two defaults); the schema adds the defaults and decides.
-"""
+Hydra composes what was *given* (over an empty tree, so that nothing has two defaults); the schema adds the defaults
+and decides. """
 
 import re
 import sys
@@ -14,6 +14,7 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -49,7 +50,8 @@ def load_run_config(overrides: Sequence[str]) -> RunConfig:
 
 
 def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
-    """Compose and validate any schema. ``arguments`` as on the command line: overrides, ``--config-name``, ``--config-dir``.
+    """Compose and validate any schema. ``arguments`` as on the command line: overrides, ``--config-name``,
+    ``--config-dir``.
 
     Raises ``ConfigError`` for everything that is wrong with them.
     """
@@ -65,7 +67,8 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
 
 
 def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: str) -> None:
-    """Process entry: load ``sys.argv``, run, and exit 0; 2 for a configuration mistake, 1 for a failure, 130 for Ctrl-C."""
+    """Process entry: load ``sys.argv``, run, and exit 0; 2 for a configuration mistake, 1 for a failure, 130 for
+    Ctrl-C."""
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(f"python -m {prog} key=value …   (keys: docs/configuration.md)\n")
@@ -99,7 +102,7 @@ def _multirun(schema: type[Schema], run: Callable[[Schema], None], arguments: Se
 
     @hydra.main(version_base=None, config_name=_EMPTY, config_path=None)
     def job(_: Any) -> None:
-        chosen = hydra.core.hydra_config.HydraConfig.get().overrides.task
+        chosen = HydraConfig.get().overrides.task
         _run_one(schema, run, [*options_as_arguments(options), *chosen])
 
     sys.argv = [sys.argv[0], "--multirun", *prepared]
@@ -112,7 +115,8 @@ def options_as_arguments(options: Mapping[str, str]) -> list[str]:
 
 
 def save_resolved_config(config: StrictModel, folder: Path) -> Path:
-    """Write every value of ``config`` to ``resolved_config.yaml``; the file can be given back with ``--config-name``."""
+    """Write every value of ``config`` to ``resolved_config.yaml``; the file can be given back with
+    ``--config-name``."""
     path = folder / "resolved_config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     return path

@@ -1,4 +1,5 @@
-"""Keys and values a run refuses by name: dead or renamed in verl, or not built here. One row each, with what to do instead."""
+"""Keys and values a run refuses by name: dead or renamed in verl, or not built here. One row each, with what to do
+instead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -46,7 +46,8 @@ class SyncProofConfig(StrictModel):
     canary_max_tokens: int = Field(12, ge=1)
     """Tokens generated for each of them."""
     gap_limit: float | None = Field(None, gt=0)
-    """Largest mean |trainer - rollout log-prob| of a step, nats; null: calibrated at the first step for the engine's precision."""
+    """Largest mean |trainer - rollout log-prob| of a step, nats; null: calibrated at the first step for the engine's
+    precision."""
 
 
 class RolloutConfig(StrictModel):

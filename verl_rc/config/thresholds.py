@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_NUMBER = re.compile(r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_SHAPES = "a number such as 2.0, a band such as 0.5_5.0, or a mapping such as {lower: 0.5, upper: 5.0}"
 
 
 @dataclass(frozen=True)
@@ -13,12 +14,17 @@ class Threshold:
     """An upper bound, with a lower one when it is a band. Both inclusive."""
 
     upper: float
+    """Largest value within bounds."""
     lower: float | None = None
+    """Smallest value within bounds; None: only an upper bound was given."""
 
     @property
     def reciprocal_lower(self) -> float:
         """The lower bound of a ratio: the given one, else ``1 / upper``."""
         return 1.0 / self.upper if self.lower is None else self.lower
+
+    def __str__(self) -> str:
+        return repr(self.upper) if self.lower is None else f"{self.lower!r}_{self.upper!r}"
 
 
 def parse_threshold(value: object, key: str) -> Threshold:
@@ -26,30 +32,39 @@ def parse_threshold(value: object, key: str) -> Threshold:
 
     Raises ``ValueError`` naming ``key`` unless the bounds are finite, positive and in order.
     """
-    if isinstance(value, Mapping):
-        unknown = set(value) - {"lower", "upper"}
-        if unknown or "upper" not in value:
-            raise ValueError(f"{key} as a mapping must have upper (and perhaps lower), got {dict(value)}")
-        bounds = [value[name] for name in ("lower", "upper") if value.get(name) is not None]
-    elif isinstance(value, str):
-        bounds = list(value.strip().split("_"))
-    elif isinstance(value, Sequence):
-        bounds = list(value)
-    else:
-        bounds = [value]
-    if not 1 <= len(bounds) <= 2:
-        raise ValueError(f"{key} must be one bound or a lower and an upper one, got {value!r}")
-    numbers = [_number(bound, value, key) for bound in bounds]
+    numbers = [_number(bound, value, key) for bound in _bounds(value, key)]
+    if not 1 <= len(numbers) <= 2:
+        raise ValueError(f"{key} must be {_SHAPES}; got {value!r}")
     if any(not math.isfinite(number) or number <= 0 for number in numbers):
-        raise ValueError(f"{key} must be finite and > 0, got {value!r}")
+        raise ValueError(f"{key} must be finite and > 0; got {value!r}")
     if len(numbers) == 2 and numbers[0] > numbers[1]:
-        raise ValueError(f"{key} must have lower <= upper, got {value!r}")
+        raise ValueError(f"{key} must have lower <= upper; got {value!r}, did you mean {numbers[1]!r}_{numbers[0]!r}?")
     return Threshold(numbers[-1], numbers[0] if len(numbers) == 2 else None)
 
 
+def threshold_specs(value: object) -> list[object]:
+    """The separate thresholds of a value that may hold several: comma-separated text or a list; else the value itself."""
+    if isinstance(value, str):
+        return list(value.split(","))
+    if isinstance(value, Sequence):
+        return list(value)
+    return [value]
+
+
+def _bounds(value: object, key: str) -> list[object]:
+    if isinstance(value, Mapping):
+        unknown = sorted(set(map(str, value)) - {"lower", "upper"})
+        if unknown or value.get("upper") is None:
+            raise ValueError(f"{key} as a mapping must have upper, and perhaps lower; got {dict(value)}")
+        return [value[name] for name in ("lower", "upper") if value.get(name) is not None]
+    if isinstance(value, str):
+        return list(value.strip().split("_"))
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
 def _number(bound: object, value: object, key: str) -> float:
-    if isinstance(bound, str) and _NUMBER.match(bound.strip()):
+    if isinstance(bound, str) and _NUMBER.fullmatch(bound.strip()):
         return float(bound)
     if isinstance(bound, (int, float)) and not isinstance(bound, bool):
         return float(bound)
-    raise ValueError(f"{key} must be a number such as 2.0, a band such as 0.5_5.0, or a mapping with lower and upper; got {value!r}")
+    raise ValueError(f"{key} must be {_SHAPES}; got {value!r}")

@@ -66,8 +66,10 @@ def compute_rollout_correction(
 ) -> CorrectionResult:
     """Measure and apply rollout correction on a whole batch.
 
-    ``train_log_probs`` and ``rollout_log_probs`` are ``[B, T]`` in nats, ``response_mask`` bool ``[B, T]``. The ratio is always
-    train over rollout. ``advantages``, ``group_ids`` and ``policy_versions`` serve methods and diagnostics that look at them.
+    ``train_log_probs`` and ``rollout_log_probs`` are ``[B, T]`` in nats, ``response_mask`` bool ``[B, T]``. The
+    ratio is always
+    train over rollout. ``advantages``, ``group_ids`` and ``policy_versions`` serve methods and diagnostics that look
+    at them.
     Raises ``ValueError`` when shapes differ, and under ``nonfinite_logprob=raise`` when a log-prob is not finite.
     """
     statistics = measure(train_log_probs, rollout_log_probs, response_mask, config)

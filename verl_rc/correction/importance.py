@@ -21,7 +21,8 @@ def raw_weights(ratio: LogRatio, level: str) -> Tensor:
 
 
 def bounded_weights(weights: Tensor, threshold: Threshold) -> Tensor:
-    """Truncation ``min(w, upper)`` (truncated importance sampling, Ionides 2008), or with a lower bound the band of IcePop.
+    """Truncation ``min(w, upper)`` (truncated importance sampling, Ionides 2008), or with a lower bound the band of
+    IcePop.
 
     IcePop (arXiv:2510.18855) keeps ``w`` where ``lower <= w <= upper`` and puts 0 elsewhere.
     """

@@ -50,9 +50,10 @@ def log_ratio(
 ) -> LogRatio:
     """Log-ratios of the response tokens; no gradient flows through them.
 
-    A token whose log-prob is not finite in either policy takes part in no statistic; ``config.nonfinite_logprob`` decides whether
-    it, or its whole row, is rejected (never given the largest weight). Raises ``ValueError`` when shapes differ or the mask is
-    not boolean.
+    A token whose log-prob is not finite in either policy takes part in no statistic; ``config.nonfinite_logprob``
+    decides whether
+    it, or its whole row, is rejected (never given the largest weight). Raises ``ValueError`` when shapes differ or
+    the mask is not boolean.
     """
     if not train_log_probs.shape == rollout_log_probs.shape == response_mask.shape or train_log_probs.ndim != 2:
         raise ValueError(

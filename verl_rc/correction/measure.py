@@ -13,7 +13,8 @@ from verl_rc.correction.statistics import CorrectionStatistics, StatisticsBuilde
 def measure(
     train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
 ) -> CorrectionStatistics:
-    """Mergeable statistics of ``[B, T]`` log-probs (nats); ``train`` is the proximal policy (decoupled) or the current one (bypass).
+    """Mergeable statistics of ``[B, T]`` log-probs (nats); ``train`` is the proximal policy (decoupled) or the
+    current one (bypass).
 
     All of them are taken before rejection. Rows without response tokens never count.
     """

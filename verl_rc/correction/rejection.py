@@ -39,9 +39,10 @@ class RuleStatistic:
 def rule_statistics(ratio: LogRatio, config: RolloutCorrectionConfig) -> list[RuleStatistic]:
     """The statistic of every rule of ``config``, each on the original tokens, in the order given.
 
-    On bounded token log-ratios ``l``: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l; seq rules take their sum, mean or maximum over the
-    row's tokens (0 for a row without any). k1 bounds are bounds on the *ratio*: ``lower <= pi_train/pi_rollout <= upper``.
-    """
+    On bounded token log-ratios ``l``: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l; seq rules take their sum, mean or
+    maximum over the
+    row's tokens (0 for a row without any). k1 bounds are bounds on the *ratio*: ``lower <= pi_train/pi_rollout <=
+    upper``. """
     divergences: dict[str, Tensor] = {}
     statistics = []
     for rule, threshold in config.rejection_bounds().items():
@@ -79,7 +80,8 @@ def _with_bounds(rule: str, values: Tensor, threshold: Threshold, is_ratio: bool
 
 
 def keep_mask(ratio: LogRatio, statistics: list[RuleStatistic]) -> Tensor:
-    """bool ``[B, T]``: kept by every rule and by the policy for non-finite log-probs. Positions outside the mask are True."""
+    """bool ``[B, T]``: kept by every rule and by the policy for non-finite log-probs. Positions outside the mask are
+    True."""
     keep = ~ratio.rejected
     for statistic in statistics:
         keep = keep & kept_by(statistic, ratio)

@@ -1,21 +1,21 @@
 """The nouns: what one stage hands to the next, with the shape and unit of every field.
 
-Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R`` padded response width
+Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R`` padded
+response width
 (padding right). Log-probs are in nats; the log-prob at response position t is that *of* response token t.
 Records are tensordict tensorclasses: they index by rows, concatenate, and cross Ray as plain tensors.
 """
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from tensordict import tensorclass
+from tensordict import TensorClass
 from torch import Tensor
 
 
-
 def _check(record: object, per_row: dict[str, torch.dtype], per_token: dict[str, torch.dtype]) -> None:
-    """Raise ``ValueError`` unless every given field has its dtype and its shape: ``[B]`` per row, ``[B, R]`` per token."""
+    """Raise ``ValueError`` unless every given field has its dtype and its shape: ``[B]`` per row, ``[B, R]`` per
+    token."""
     responses = getattr(record, "responses")  # noqa: B009
     rows, width = responses.shape
     for name, dtype in {**per_row, **per_token}.items():
@@ -30,8 +30,7 @@ def _check(record: object, per_row: dict[str, torch.dtype], per_token: dict[str,
             )
 
 
-@tensorclass
-class TokenBatch:
+class TokenBatch(TensorClass):
     """Prompts and the responses that follow them: all a model needs to score the responses."""
 
     prompts: Tensor
@@ -50,11 +49,10 @@ class TokenBatch:
     @property
     def sequence_lengths(self) -> Tensor:
         """int64 ``[B]``: prompt plus response tokens."""
-        return cast(Tensor, self.prompt_lengths + self.response_lengths)
+        return self.prompt_lengths + self.response_lengths
 
 
-@tensorclass
-class Completions:
+class Completions(TensorClass):
     """What an engine returns for its share of the requests, in the order of the requests."""
 
     responses: Tensor
@@ -77,8 +75,7 @@ class Completions:
         )
 
 
-@tensorclass
-class RolloutBatch:
+class RolloutBatch(TensorClass):
     """Everything sampled in one step. Rows of one prompt are adjacent."""
 
     tokens: TokenBatch
@@ -95,8 +92,7 @@ class RolloutBatch:
     """bool ``[B]``: ended by a stop token."""
 
 
-@tensorclass
-class PolicyEvaluations:
+class PolicyEvaluations(TensorClass):
     """What the trainer's models say about the sampled tokens before the update."""
 
     old_log_probs: Tensor
@@ -109,8 +105,7 @@ class PolicyEvaluations:
     """float32 ``[B, R]``: the critic's value before each token."""
 
 
-@tensorclass
-class TrainBatch:
+class TrainBatch(TensorClass):
     """What the actor trains on."""
 
     tokens: TokenBatch

@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.config.data import DataConfig
 from verl_rc.data.epoch_batches import EpochBatches
-from verl_rc.data.records import RecordFile, check_messages
+from verl_rc.data.records import Record, RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt
 
 
@@ -61,24 +61,140 @@ class PromptOptions:
         )
 
 
+@dataclass(frozen=True)
+class RowChoice:
+    """Which rows of the files are used."""
+
+    max_samples: int = -1
+    """How many; -1: all."""
+    seed: int | None = None
+    """Chosen at random with this seed; None: the first rows."""
+
+    def row_indices(self, num_rows: int) -> Sequence[int]:
+        """The rows used out of ``num_rows``, in ascending order."""
+        if not 0 <= self.max_samples < num_rows:
+            return range(num_rows)
+        if self.seed is None:
+            return range(self.max_samples)
+        return sorted(random.Random(self.seed).sample(range(num_rows), self.max_samples))
+
+
 class PromptDataset(Dataset[PromptRow]):
     """The prompts of some files, tokenised when they are asked for."""
 
-    def __init__(self, files: Sequence[str], tokenizer: Any, options: PromptOptions) -> None:
-        """Read ``files`` and filter. Raises ``ValueError`` naming the file, column or row that is wrong."""
+    def __init__(self, files: Sequence[str], tokenizer: Any, options: PromptOptions, choice: RowChoice) -> None:
+        """Read ``files``, choose rows, filter. Raises ``ValueError`` naming the file, column or row that is wrong."""
+        if not files:
+            raise ValueError("data.train_files and data.val_files must name at least one file each, got an empty list.")
         columns = (options.prompt_key, "data_source", "reward_model")
         self._files = [RecordFile(path, columns, ["extra_info"]) for path in files]
         self._ends = list(itertools.accumulate(len(file) for file in self._files))
         self._tokenizer = tokenizer
         self._options = options
-        self._row_indices: Sequence[int] = range(self._ends[-1] if self._ends else 0)
-        self._row(0)
+        self._row_indices = choice.row_indices(self._ends[-1])
+        if options.filter_overlong:
+            limit = options.max_prompt_length
+            self._row_indices = [row for row in self._row_indices if len(self._encode(*self._record(row))[1]) <= limit]
+        if not self._row_indices:
+            raise ValueError(
+                f"data.max_prompt_length={options.max_prompt_length} must leave at least one prompt of "
+                f"{list(files)}, but data.filter_overlong_prompts leaves none. Raise the limit."
+            )
+        self[0]  # a file in the wrong format is refused now, not in the first step
 
     def __len__(self) -> int:
         """Number of prompts."""
         return len(self._row_indices)
 
     def __getitem__(self, index: int) -> PromptRow:
-        """The prompt at ``index``, cut to the longest length. Raises ``ValueError`` when it is too long or malformed."""
-        row = self._row(self._row_indices[index])
-        return replace(row, prompt_token_ids=self._fitted(row))
+        """The prompt at ``index``, truncated. Raises ``ValueError`` when it is malformed or too long."""
+        row_index = self._row_indices[index]
+        record, where = self._record(row_index)
+        messages, token_ids = self._encode(record, where)
+        reward_model = record["reward_model"]
+        if record["data_source"] is None or not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
+            raise ValueError(
+                "a row must have a data_source and a reward_model {'style': ..., 'ground_truth': ...}, got "
+                f"{record['data_source']!r} and {reward_model!r} in {where}. Convert the file."
+            )
+        return PromptRow(
+            row_index=row_index,
+            prompt_token_ids=fit_prompt(token_ids, self._options, where),
+            messages=messages,
+            data_source=str(record["data_source"]),
+            ground_truth=reward_model["ground_truth"],
+            extra_info=record.get("extra_info") or {},
+        )
+
+    def _record(self, row_index: int) -> tuple[Record, str]:
+        """A row of the files, and where it stands in words."""
+        number = bisect.bisect_right(self._ends, row_index)
+        file = self._files[number]
+        within = row_index - (self._ends[number] - len(file))
+        return file[within], f"row {within} of {file.path}"
+
+    def _encode(self, record: Record, where: str) -> tuple[list[dict[str, Any]], list[int]]:
+        """A record's messages and their token ids, untruncated."""
+        messages = check_messages(record[self._options.prompt_key], self._options.prompt_key, where)
+        return messages, encode_prompt(self._tokenizer, messages, self._options.template_arguments)
+
+
+def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list[int]:
+    """``token_ids`` cut to the longest length as ``truncation`` says; ``middle`` cuts out the middle.
+
+    Raises ``ValueError`` naming the row (``where``) when the prompt is longer and ``truncation`` is ``error``.
+    """
+    limit = options.max_prompt_length
+    if len(token_ids) <= limit:
+        return token_ids
+    match options.truncation:
+        case "left":
+            return token_ids[-limit:]
+        case "right":
+            return token_ids[:limit]
+        case "middle":
+            head = limit // 2
+            return token_ids[:head] + token_ids[head - limit :]
+        case "error":
+            raise ValueError(
+                f"a prompt must have at most data.max_prompt_length={limit} tokens, got {len(token_ids)} in "
+                f"{where}. Raise the limit, set data.filter_overlong_prompts=True, or choose "
+                "data.truncation=left, right or middle."
+            )
+
+
+def build_train_loader(config: DataConfig, tokenizer: Any, seed: int) -> "StatefulDataLoader[list[PromptRow]]":
+    """Batches of ``train_batch_size`` prompts; each pass is an epoch, whose last incomplete batch is left out.
+
+    ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. ``seed`` is used when
+    ``data.seed`` is null. Raises ``ValueError`` for everything that is wrong with the data.
+    """
+    data_seed = seed if config.seed is None else config.seed
+    choice = RowChoice(config.train_max_samples, data_seed if config.shuffle else None)
+    dataset = PromptDataset(config.train_files, tokenizer, PromptOptions.from_config(config), choice)
+    if len(dataset) < config.train_batch_size:
+        raise ValueError(
+            f"data.train_files must give at least data.train_batch_size={config.train_batch_size} prompts, got "
+            f"{len(dataset)} after data.train_max_samples and filtering. Lower the batch size or add data."
+        )
+    return StatefulDataLoader(
+        dataset,
+        batch_sampler=EpochBatches(len(dataset), config.train_batch_size, data_seed, config.shuffle),
+        collate_fn=_as_list,
+        num_workers=config.dataloader_num_workers,
+    )
+
+
+def _as_list(rows: list[PromptRow]) -> list[PromptRow]:
+    return rows
+
+
+def build_validation_rows(config: DataConfig, tokenizer: Any, seed: int) -> list[PromptRow]:
+    """All validation prompts in the order of the files, or ``val_max_samples`` of them.
+
+    ``seed`` is used when ``data.seed`` is null. Raises ``ValueError`` for everything that is wrong with the data.
+    """
+    data_seed = seed if config.seed is None else config.seed
+    choice = RowChoice(config.val_max_samples, data_seed if config.shuffle else None)
+    dataset = PromptDataset(config.val_files, tokenizer, PromptOptions.from_config(config), choice)
+    return [dataset[index] for index in range(len(dataset))]

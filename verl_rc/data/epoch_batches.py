@@ -9,12 +9,12 @@ from torch.utils.data import Sampler
 class EpochBatches(Sampler[list[int]]):
     """Batches of row numbers, epoch after epoch; each pass over it serves the rest of one epoch.
 
-    The order depends on ``seed`` and the epoch alone. Rows that do not fill a last batch are left out of that epoch. The
-    epoch advances together with its last batch, so a state taken there continues with the next epoch.
+    The order depends on ``seed`` and the epoch alone. Rows that do not fill a last batch are left out of that epoch.
+    The epoch advances together with its last batch, so a state taken there continues with the next epoch.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, shuffle: bool) -> None:
-        """``shuffle=False`` keeps the order of the rows. Raises ``ValueError`` when not even one batch can be filled."""
+        """``shuffle=False`` keeps the order of the rows. Raises ``ValueError`` when no batch can be filled."""
         if num_rows < batch_size:
             raise ValueError(f"an epoch must fill at least one batch of {batch_size} rows, got {num_rows} rows.")
         self._num_rows = num_rows
@@ -51,8 +51,9 @@ class EpochBatches(Sampler[list[int]]):
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
             raise ValueError(
-                f"a resumed run must read the data it was started with: the saved state has {saved}, now it is {identity}. "
-                "Restore data.train_files, data.train_batch_size, data.shuffle and data.seed, or start a new run."
+                f"a resumed run must read the data it was started with: the saved state has {saved}, now it is "
+                f"{identity}. Restore data.train_files, data.train_batch_size, data.shuffle and data.seed, or "
+                "start a new run."
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 

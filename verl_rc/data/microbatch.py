@@ -26,9 +26,10 @@ class MicroBatchLimit:
 def assign_rows(lengths: Sequence[int], num_ranks: int, limit: MicroBatchLimit) -> list[MicroBatches]:
     """Give every row to one rank and cut each rank's rows into micro-batches.
 
-    ``lengths`` are the rows' token counts. Returns for each rank its micro-batches (lists of row numbers). Every rank gets the
-    same *number* of micro-batches, because FSDP's collectives need all ranks in every forward; a rank that has fewer rows
-    gets empty lists, for which it runs a forward that contributes nothing.
+    ``lengths`` are the rows' token counts. Returns for each rank its micro-batches (lists of row numbers). Every
+    rank gets the
+    same *number* of micro-batches, because FSDP's collectives need all ranks in every forward; a rank that has fewer
+    rows gets empty lists, for which it runs a forward that contributes nothing.
     """
     per_rank = balanced_partition(lengths, num_ranks)
     micro_batches = [_cut(rows, lengths, limit) for rows in per_rank]

@@ -58,15 +58,15 @@ def _read_table(path: str) -> pa.Table:
         return pq.read_table(file)
     except (pa.ArrowException, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"data files must be parquet, .jsonl (one record per line) or .json (a list of records), but {path} could not "
-            f"be read: {error}"
+            f"data files must be parquet, .jsonl (one record per line) or .json (a list of records), but {path} "
+            f"could not be read: {error}"
         ) from error
 
 
 def check_messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:
     """``messages`` as chat messages without empty entries.
 
-    Raises ``ValueError`` naming ``column`` and ``where`` unless it is a list of mappings with a role and a text content.
+    Raises ``ValueError`` naming ``column`` and ``where`` unless it is a list of mappings with a role and a text.
     """
     valid = isinstance(messages, list) and len(messages) > 0 and all(_is_message(message) for message in messages)
     if not valid:
@@ -79,4 +79,4 @@ def check_messages(messages: Any, column: str, where: str) -> list[dict[str, Any
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: from messages to prompt token ids."""
+"""Tokenizers and chat templates: from messages to token ids."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,43 +6,73 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-Message = Mapping[str, str]
+_REMOTE_CODE_PACKAGE = "transformers_modules"
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or hub id; it must have a chat template and an end-of-sequence token.
+    """Load the tokenizer of a model folder or hub id as its files describe it.
 
-    A folder with a ``tokenizer.json`` is read as it stands: ``AutoTokenizer`` of transformers 5 would replace the file's
-    pre-tokenizer by the one of the model's architecture, so that a custom vocabulary is cut in the wrong places.
-    Raises ``ValueError`` when a part is missing.
+    A ``tokenizer.json`` is read as it stands: ``AutoTokenizer`` of transformers 5 would replace the file's
+    pre-tokenizer by that of the model's architecture, which cuts text of a custom vocabulary in the wrong places. Only
+    code that comes with the model (``trust_remote_code``) goes before the file. Without a padding token the end token
+    pads.
+
+    Raises ``ValueError`` when the folder, the tokenizer, its chat template or its end token is missing.
     """
     folder = Path(path).expanduser()
-    tokenizer: PreTrainedTokenizerBase
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"actor_rollout_ref.model.path must be a folder or hub id with a tokenizer, got {path!r}: {error}"
-            ) from error
-    for part, value in {"a chat template": tokenizer.chat_template, "an eos_token": tokenizer.eos_token}.items():
-        if not value:
-            raise ValueError(f"the tokenizer of {path!r} must have {part}; add it to its tokenizer_config.json.")
+    if path.startswith((".", "/", "~")) and not folder.is_dir():
+        raise ValueError(f"model.path must be an existing folder or a hub id, got {path!r}: there is no such folder.")
+    source = str(folder) if folder.is_dir() else path
+    tokenizer = _load_remote_code(source) if trust_remote_code else None
+    if tokenizer is None:
+        tokenizer = _load_files(source)
+    missing = [name for name in ("chat_template", "eos_token") if not getattr(tokenizer, name)]
+    if missing:
+        raise ValueError(
+            f"a tokenizer must have a chat template and an end token, but {path!r} lacks {' and '.join(missing)}. "
+            "Add them to its tokenizer_config.json, or take the instruction-tuned variant of the model."
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def encode_prompt(tokenizer: Any, messages: Sequence[Message], template_arguments: Mapping[str, Any]) -> list[int]:
-    """Token ids of ``messages`` under the chat template, ending where the assistant's answer begins."""
-    return encode_messages(tokenizer, messages, {"add_generation_prompt": True, **template_arguments})
+def _load_remote_code(source: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer whose class comes with the model; None when it is one of transformers' own."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=True)
+    return tokenizer if type(tokenizer).__module__.startswith(_REMOTE_CODE_PACKAGE) else None
 
 
-def encode_messages(tokenizer: Any, messages: Sequence[Message], template_arguments: Mapping[str, Any]) -> list[int]:
-    """Token ids of ``messages`` under the chat template."""
+def _load_files(source: str) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    except (OSError, ValueError):  # no tokenizer.json: AutoTokenizer converts what is there
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"model.path must be a folder or hub id with a tokenizer (tokenizer.json), got {source!r}: {reason}"
+            ) from error
+    return tokenizer
+
+
+def encode_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template_arguments: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of ``messages`` under the chat template, ending where the assistant's answer begins.
+
+    ``template_arguments`` go to the chat template (e.g. ``{"enable_thinking": False}``).
+    """
+    return encode_messages(tokenizer, messages, {"add_generation_prompt": True, **(template_arguments or {})})
+
+
+def encode_messages(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template_arguments: Mapping[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a whole conversation under the chat template."""
     token_ids: list[int] = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=True, return_dict=False, **template_arguments
+        [dict(message) for message in messages], tokenize=True, return_dict=False, **(template_arguments or {})
     )
     return token_ids

@@ -21,8 +21,8 @@ class WorkedExample:
 def read_worked_examples(files: Sequence[str] | str, key: str, tokenizer: Any, max_length: int) -> list[WorkedExample]:
     """Examples of parquet files whose column ``key`` holds chat messages that end with the assistant's.
 
-    Raises ``ValueError`` when a file or column is missing, a conversation does not end with the assistant, or one is longer
-    than ``max_length`` tokens.
+    Raises ``ValueError`` when a file or column is missing, a conversation does not end with the assistant, or one is
+    longer than ``max_length`` tokens.
     """
     examples = []
     for file in [files] if isinstance(files, str) else files:

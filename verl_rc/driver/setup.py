@@ -28,7 +28,7 @@ from verl_rc.weight_sync.transfer_group import TransferAddress
 @contextmanager
 def open_run(config: RunConfig) -> Iterator[Run]:
     """Set a run up and take it down again, whatever happens in between."""
-    folder = Path(config.trainer.default_local_dir)
+    folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved_config(config, folder)
     with ExitStack() as stack:

@@ -69,8 +69,8 @@ def answer_loss(model: nn.Module, batch: TokenBatch) -> Tensor:
 def greedy_accuracy(model: nn.Module, examples: Sequence[WorkedExample], tokenizer: Any) -> float:
     """Share of examples whose whole answer is what the model would decode greedily.
 
-    Teacher forcing decides it in one forward: the greedy answer equals the true one exactly when every token of the true
-    answer is the most likely one after the true tokens before it.
+    Teacher forcing decides it in one forward: the greedy answer equals the true one exactly when every token of the
+    true answer is the most likely one after the true tokens before it.
     """
     batch = _as_tokens(examples, tokenizer.pad_token_id).to(next(model.parameters()).device)
     rows = [example.prompt_token_ids + example.answer_token_ids for example in examples]

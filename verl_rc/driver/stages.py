@@ -155,8 +155,8 @@ def publish_weights(run: Run, version: int, record: StepRecord) -> None:
 def check_canary(run: Run, version: int, record: StepRecord) -> None:
     """Compare log-probs of freshly generated tokens behind a cached prefix, engine by engine, with the trainer's.
 
-    The prompts are longer than a block of the engine's cache, so an engine that kept blocks of older weights is found out; log-probs
-    of *prompt* tokens would bypass that cache and prove nothing about it.
+    The prompts are longer than a block of the engine's cache, so an engine that kept blocks of older weights is
+    found out; log-probs of *prompt* tokens would bypass that cache and prove nothing about it.
     """
     rollout = run.config.actor_rollout_ref.rollout
     requests = canary_requests(run)
@@ -187,7 +187,7 @@ def canary_requests(run: Run) -> list[GenerationRequest]:
     ]
 
 
-def describe_batch(  # noqa: PLR0913  (reads one result of every stage before it)
+def describe_batch(
     run: Run,
     batch: TrainBatch,
     scored: ScoredTexts,

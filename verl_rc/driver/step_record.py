@@ -27,7 +27,8 @@ class StepRecord:
         self._seconds[name] += time.perf_counter() - started
 
     def add_busy(self, name: str, seconds: float) -> None:
-        """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was transport and driver."""
+        """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was transport
+        and driver."""
         self._busy[name] += seconds
 
     def add(self, values: Mapping[str, float]) -> None:

@@ -59,9 +59,7 @@ def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:
     return inputs.mean_over_tokens(inputs.advantages), inputs.mean_over_tokens(inputs.log_probs)
 
 
-def selection_scores(
-    name: CovarianceLoss, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor
-) -> Tensor:
+def selection_scores(name: CovarianceLoss, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor) -> Tensor:
     """Orders the tokens by how early they are selected.
 
     Args:

@@ -125,9 +125,7 @@ def _check_shapes(inputs: PolicyLossInputs) -> None:
     }
     wrong = {name: tuple(t.shape) for name, t in tensors.items() if t is not None and t.shape != shape}
     if len(shape) != 2 or wrong:
-        raise ValueError(
-            f"the tensors of a policy loss must be [B, T] like log_probs, {tuple(shape)}; got {wrong or 'that'}"
-        )
+        raise ValueError(f"the tensors of a policy loss must be [B, T] like log_probs, {tuple(shape)}; got {wrong or 'that'}")
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -46,9 +46,7 @@ def compute_value_loss(
     if not cliprange_value > 0:
         raise ValueError(f"critic.cliprange_value must be > 0 (a large one turns clipping off); got {cliprange_value}")
     inside = mask.bool()
-    values, old_values, returns = (
-        tensor.where(inside, 0) for tensor in (values, old_values.detach(), returns.detach())
-    )
+    values, old_values, returns = (tensor.where(inside, 0) for tensor in (values, old_values.detach(), returns.detach()))
     clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     error, clipped_error = (values - returns).square(), (clipped_values - returns).square()
     loss = Aggregation.from_name(aggregation).reduce(0.5 * torch.maximum(error, clipped_error), inside)

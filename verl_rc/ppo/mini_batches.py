@@ -26,7 +26,8 @@ class MiniBatchShare:
     """One rank's part of a mini-batch."""
 
     micro_batches: list[list[int]]
-    """Row numbers of each forward and backward; every rank has the same number of them, an empty one contributes nothing."""
+    """Row numbers of each forward and backward; every rank has the same number of them, an empty one contributes
+    nothing."""
     num_tokens: int
     """Denominators of the whole mini-batch over all ranks; see ``MiniBatch``."""
     num_sequences: int
@@ -52,8 +53,8 @@ class MiniBatchOptions:
 def plan_mini_batches(batch: TrainBatch, options: MiniBatchOptions) -> list[MiniBatch]:
     """Mini-batches of all epochs, in the order they are trained on.
 
-    Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a loss is divided by.
-    Raises ``ValueError`` when the rows do not divide into mini-batches.
+    Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a loss is
+    divided by. Raises ``ValueError`` when the rows do not divide into mini-batches.
     """
     num_rows, size = batch.response_mask.shape[0], options.rows_per_mini_batch
     if num_rows % size:

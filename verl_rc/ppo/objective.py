@@ -27,8 +27,8 @@ def policy_objective(
 ) -> Objective:
     """Policy loss minus the entropy bonus, over ``loss_mask``, divided by the mini-batch's ``totals``.
 
-    ``L = L_policy - entropy_coeff * agg(entropy)``; ``log_probs`` and ``entropys`` are float32 ``[B, R]`` with gradient.
-    """
+    ``L = L_policy - entropy_coeff * agg(entropy)``; ``log_probs`` and ``entropys`` are float32 ``[B, R]`` with
+    gradient. """
     policy_loss, averages = compute_policy_loss(
         config.policy_loss.loss_mode,
         old_log_probs=batch.old_log_probs,

@@ -14,8 +14,8 @@ def build_train_batch(
 ) -> tuple[TrainBatch, CorrectionResult]:
     """Rollout correction (decoupled: proximal against rollout policy), then advantages.
 
-    ``scores`` float32 ``[B]`` are outcome scores. Correction decides weights and ``loss_mask`` only; rewards, advantages and
-    their statistics use ``response_mask``, so a reward on a rejected token is never lost.
+    ``scores`` float32 ``[B]`` are outcome scores. Correction decides weights and ``loss_mask`` only; rewards,
+    advantages and their statistics use ``response_mask``, so a reward on a rejected token is never lost.
     """
     correction_config = algorithm.rollout_correction
     correction = compute_rollout_correction(

@@ -16,8 +16,9 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def load_reward_function(path: str, name: str, reward_kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
-    """The function ``name`` of the Python file ``path``, ``reward_kwargs`` filled in; an ``async def`` is run to its end.
+    """The function ``name`` of the Python file ``path`` with ``reward_kwargs`` filled in.
 
+    An ``async def`` becomes a plain function that runs it to its end.
     Raises ``ValueError`` when the file or the function is missing, or when it does not take the arguments it will get.
     """
     module = _load_module(path)
@@ -30,8 +31,9 @@ def load_reward_function(path: str, name: str, reward_kwargs: Mapping[str, Any] 
         inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS), **further)
     except TypeError as error:
         raise ValueError(
-            f"{name} of {path} must accept the keyword arguments {', '.join([*_ARGUMENTS, *further])}, its signature is "
-            f"{name}{inspect.signature(function)}: {error}. Change it, or {_KEY}.reward_kwargs ({sorted(further)})."
+            f"{name} of {path} must accept the keyword arguments {', '.join([*_ARGUMENTS, *further])}, its "
+            f"signature is {name}{inspect.signature(function)}: {error}. Change it, or {_KEY}.reward_kwargs "
+            f"({sorted(further)})."
         ) from error
 
     def call(**arguments: Any) -> Any:

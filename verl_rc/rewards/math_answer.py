@@ -3,7 +3,6 @@
 import logging
 import re
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 _DAPO_TAIL = 300
@@ -57,7 +56,7 @@ def _means_the_same(answer: str, ground_truth: str) -> bool:
 
 
 @cache
-def _math_verify() -> ModuleType:
+def _math_verify() -> Any:
     import math_verify  # noqa: PLC0415  (loads sympy, a second that only mathematics needs)
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that no time limit is set

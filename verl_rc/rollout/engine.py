@@ -37,7 +37,8 @@ class RolloutEngine:
         return {"block_size": block_size, "threads": torch.get_num_threads()}
 
     def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
-        """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every member has come."""
+        """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every member
+        has come."""
         mine = receiver.ReceiverAddress(
             address.host, address.port, address.world_size, first_rank, backend, address.timeout_seconds
         )

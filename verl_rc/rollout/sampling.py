@@ -66,7 +66,8 @@ class GenerationRequest:
 
 
 def request_seed(identity: Mapping[str, int]) -> int:
-    """A 63-bit seed that depends on every entry of ``identity`` (run seed, step, epoch, row, sample) and on nothing else.
+    """A 63-bit seed that depends on every entry of ``identity`` (run seed, step, epoch, row, sample) and on nothing
+    else.
 
     So a sample does not depend on which engine draws it, in which batch, or after which restart.
     """

@@ -1,4 +1,5 @@
-"""Sums, means and whitening over the True positions of a mask. Masked positions are cut by selection, so NaN there is harmless."""
+"""Sums, means and whitening over the True positions of a mask. Masked positions are cut by selection, so NaN there
+is harmless."""
 
 import torch
 from torch import Tensor

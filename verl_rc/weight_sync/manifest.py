@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 _WORDS_PER_CHUNK = 1 << 20
-# Odd constants: multiplying by an odd number is a bijection modulo 2**64, so a change of any single word changes the digest.
+# Odd constants: multiplying by an odd number is a bijection modulo 2**64, so a change of any single word changes the
+# digest.
 _POSITION_FACTOR = 0x1E3779B97F4A7C15
 _POSITION_OFFSET = 0x3C6EF372FE94F82B
 
@@ -82,9 +83,10 @@ class Manifest:
 def tensor_digest(tensor: Tensor) -> int:
     """A 64-bit digest of a tensor's bytes and their positions, computed where the tensor lies.
 
-    ``sum_i word_i * (factor * i + offset | 1)`` modulo 2**64 over the 8-byte words (zero-padded): a multilinear hash, so any
-    single changed word, and any swap of two different words, is seen. It guards against faults, not against an adversary.
-    """
+    ``sum_i word_i * (factor * i + offset | 1)`` modulo 2**64 over the 8-byte words (zero-padded): a multilinear
+    hash, so any
+    single changed word, and any swap of two different words, is seen. It guards against faults, not against an
+    adversary. """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words_missing = -data.numel() % 8
     if words_missing:

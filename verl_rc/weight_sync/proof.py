@@ -65,8 +65,8 @@ class LogProbGap:
         return cls(mean, maximum)
 
 
-# Ten times the mean gap measured between vLLM and an fp32 trainer on the same weights (docs/experiment_log.md), by the engine's
-# least precise part. A first step above it is a fault, not rounding.
+# Ten times the mean gap measured between vLLM and an fp32 trainer on the same weights (docs/experiment_log.md), by
+# the engine's least precise part. A first step above it is a fault, not rounding.
 _PLAUSIBLE_MEAN_GAP = {"float32": 1e-4, "float16": 7e-3, "bfloat16": 0.06, "fp8_weights": 0.3, "fp8_kv_cache": 0.9}
 _FACTOR_OVER_FIRST = 4.0
 
@@ -86,7 +86,8 @@ class GapMonitor:
         return self._fixed or self._calibrated or self._plausible
 
     def check(self, gap: LogProbGap, where: str) -> None:
-        """Raise ``SyncProofError`` when ``gap`` is too large for this engine's precision; calibrate on the first call."""
+        """Raise ``SyncProofError`` when ``gap`` is too large for this engine's precision; calibrate on the first
+        call."""
         if not gap.mean <= self.limit:
             raise SyncProofError(
                 f"{where}: the mean |trainer - rollout log-prob| must be at most {self.limit:.3g} nats for this engine, "

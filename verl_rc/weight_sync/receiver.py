@@ -1,7 +1,7 @@
 """The engine's end of a weight update, as a vLLM weight-transfer backend. Importing this module registers it.
 
-vLLM's layerwise reload is the only way in that works everywhere: on a CPU its weights are prepacked after loading and the
-parameters emptied, and a quantised engine has to quantise anew.
+vLLM's layerwise reload is the only way in that works everywhere: on a CPU its weights are prepacked after loading
+and the parameters emptied, and a quantised engine has to quantise anew.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
-from verl_rc.weight_sync.transfer_group import TransferAddress, broadcast_from_sender, join_transfer_group
+from verl_rc.weight_sync.transfer_group import Group, TransferAddress, broadcast_from_sender, join_transfer_group
 
 BACKEND_NAME = "verl_rc_process_group"
 
@@ -49,7 +49,7 @@ class ProcessGroupReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
         """Join the transfer group."""
         rank = init_info.first_rank + self.vllm_config.parallel_config.rank
         address = TransferAddress(init_info.host, init_info.port, init_info.world_size, init_info.timeout_seconds)
-        self._group = join_transfer_group(address, rank, init_info.process_group_backend)
+        self._group: Group = join_transfer_group(address, rank, init_info.process_group_backend)
         self.digests: dict[str, int] = {}
         self.loaded: set[str] = set()
         # Scales are derived from weights by online quantisation; no tensor of the update fills them.

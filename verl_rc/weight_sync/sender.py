@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from verl_rc.distributed.fsdp import gather_full_tensor
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
-from verl_rc.weight_sync.transfer_group import TransferAddress, broadcast_from_sender, join_transfer_group
+from verl_rc.weight_sync.transfer_group import Group, TransferAddress, broadcast_from_sender, join_transfer_group
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,12 @@ class WeightSender:
     """Sends a model's parameters to the engines. Every trainer rank takes part in gathering; only rank 0 broadcasts."""
 
     def __init__(self, model: nn.Module, rank: int, wire_dtype: str, bucket_bytes: int) -> None:
-        """``wire_dtype`` is the engine's parameter dtype: the engine would round to it anyway, and half the bytes travel."""
+        """``wire_dtype`` is the engine's parameter dtype: the engine would round to it anyway, and half the bytes
+        travel."""
         self._model = model
         self._rank = rank
         self._bucket_bytes = bucket_bytes
-        self._group = None
+        self._group: Group | None = None
         self.manifest = Manifest(
             tuple(TensorSpec(name, wire_dtype, tuple(p.shape)) for name, p in model.named_parameters())
         )

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+Group = Any
+"""A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``: torch's stubs know neither as a ``ProcessGroup`` nor their options."""
 
 
 @dataclass(frozen=True)
@@ -18,26 +22,27 @@ class TransferAddress:
     timeout_seconds: float = 120.0
 
 
-def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> dist.ProcessGroup:
+def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Group:
     """Join as ``rank`` (0 is the sender); blocks until all ``world_size`` members have come.
 
-    Built by hand on its own store, because the engine's process has a default group of its own that must not be touched.
-    ``backend`` is ``gloo`` or ``nccl``.
+    Built by hand on its own store, because the engine's process has a default group of its own that must not be
+    touched. ``backend`` is ``gloo`` or ``nccl``.
     """
     timeout = timedelta(seconds=address.timeout_seconds)
     tcp = dist.TCPStore(address.host, address.port, address.world_size, rank == 0, timeout, wait_for_workers=True)
     store = dist.PrefixStore("weight_transfer", tcp)
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
-        return dist.ProcessGroupGloo(store, rank, address.world_size, options)
+        options._devices = [gloo.create_default_device()]
+        return gloo(store, rank, address.world_size, options)
     if backend == "nccl":
         return dist.ProcessGroupNCCL(store, rank, address.world_size, dist.ProcessGroupNCCL.Options())
     raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
 
 
-def broadcast_from_sender(group: dist.ProcessGroup, tensor: Tensor) -> None:
+def broadcast_from_sender(group: Group, tensor: Tensor) -> None:
     """Broadcast ``tensor`` in place from rank 0 and wait for it."""
     options = dist.BroadcastOptions()
     options.rootRank = 0

@@ -36,7 +36,8 @@ class ObjectiveTotals:
         self._skipped += 1
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
-        """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come from the first."""
+        """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come from
+        the first."""
         records = []
         sums = {name: torch.stack(shares).sum() for name, shares in self._terms.items()}
         quotients = {name: torch.stack(parts).sum(dim=0) for name, parts in self._averages.items()}

@@ -26,7 +26,8 @@ def warmup_steps(config: OptimConfig, total_steps: int) -> int:
 
 
 def build_scheduler(optimizer: AdamW, config: OptimConfig, total_steps: int) -> LambdaLR:
-    """Linear warm-up, then constant, linear decay or cosine decay to ``min_lr_ratio`` of the peak at ``total_steps``."""
+    """Linear warm-up, then constant, linear decay or cosine decay to ``min_lr_ratio`` of the peak at
+    ``total_steps``."""
     warmup = warmup_steps(config, total_steps)
 
     def factor(step: int) -> float:

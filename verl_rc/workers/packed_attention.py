@@ -1,4 +1,5 @@
-"""Attention over packed sequences: linear layers run on real tokens only, padding exists just around the attention kernel."""
+"""Attention over packed sequences: linear layers run on real tokens only, padding exists just around the attention
+kernel."""
 
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class PackedLayout:
         return cls(rows * max_length + positions, positions, num_sequences, max_length)
 
 
-def packed_sdpa(
+def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -46,7 +47,8 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
 
-    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens. Rows are padded on the right, where a
+    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens. Rows are padded on the right,
+    where a
     causal mask alone keeps padding out of every real token's sight. Without a layout it is plain padded attention.
     Called by transformers through its ``AttentionInterface``, whose signature it must have.
     """

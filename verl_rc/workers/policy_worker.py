@@ -1,9 +1,9 @@
 """One rank of the actor: scores tokens, updates the policy, sends its weights."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
@@ -20,6 +20,8 @@ from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.optimizer import build_optimizer, build_scheduler
+
+Record = TypeVar("Record", TokenBatch, TrainBatch)
 
 
 class PolicyWorker:
@@ -39,8 +41,10 @@ class PolicyWorker:
             model_config.trust_remote_code,
         ).to(self._device)
         compute_dtype = getattr(torch, _TORCH_DTYPES[fsdp.dtype])
-        self.model = shard_model(model, self._mesh, compute_dtype, fsdp.reshard_after_forward)
-        self.optimizer = build_optimizer(self.model.parameters(), self._actor.optim)
+        self._shards = shard_model(model, self._mesh, compute_dtype, fsdp.reshard_after_forward)
+        self.model = model
+        """The same module as the shards, seen as a model."""
+        self.optimizer = build_optimizer(model.parameters(), self._actor.optim)
         self._scheduler = build_scheduler(self.optimizer, self._actor.optim, total_steps)
         self._forward = ForwardOptions(config.actor_rollout_ref.rollout.temperature, model_config.use_remove_padding)
         self._response_width = config.data.max_response_length
@@ -59,7 +63,8 @@ class PolicyWorker:
         log_probs, entropys = torch.zeros(shape), torch.zeros(shape)
         with torch.no_grad():
             for rows in micro_batches:
-                scores = score_tokens(self.model, self._to_device(tokens[list(rows) or [0]]), self._forward, with_entropy=True)
+                part = self._to_device(tokens[list(rows) or [0]])
+                scores = score_tokens(self.model, part, self._forward, with_entropy=True)
                 if rows:
                     assert scores.entropys is not None
                     log_probs[list(rows)], entropys[list(rows)] = scores.log_probs.cpu(), scores.entropys.cpu()
@@ -75,7 +80,7 @@ class PolicyWorker:
                 continue
             self.accumulate_gradients(batch, share, totals)
             totals.add_grad_norm(self._step())
-        learning_rate = self._scheduler.get_last_lr()[0]
+        learning_rate = float(self._scheduler.get_last_lr()[0])
         self._scheduler.step()
         lr = Metric("actor/lr", learning_rate, Reduction.LAST)
         return [lr, *totals.metrics(is_first_rank=self._address.rank == 0)]
@@ -86,7 +91,7 @@ class PolicyWorker:
         FSDP averages gradients over ranks, the losses are shares of a sum: hence the factor of the number of ranks.
         """
         for index, rows in enumerate(share.micro_batches):
-            self.model.set_requires_gradient_sync(index == len(share.micro_batches) - 1)
+            self._shards.set_requires_gradient_sync(index == len(share.micro_batches) - 1)
             objective = self._objective(batch, rows, share)
             (objective.loss * self._address.world_size).backward()
             totals.add(objective)
@@ -113,7 +118,7 @@ class PolicyWorker:
         self.optimizer.zero_grad()
         return grad_norm
 
-    def _to_device(self, record: Tensor) -> Tensor:
+    def _to_device(self, record: Record) -> Record:
         return record if self._device.type == "cpu" else record.to(self._device)
 
     def manifest(self) -> Manifest:

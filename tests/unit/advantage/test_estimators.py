@@ -80,9 +80,7 @@ PER_ROW = (*PER_TOKEN, "group_ids", "reward_baselines", "component_scores")
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 999), padding=st.integers(0, 3))
 @pytest.mark.parametrize("name", NAMES)
-def test_order_of_rows_padding_and_values_outside_the_response_do_not_matter(
-    name: str, seed: int, padding: int
-) -> None:
+def test_order_of_rows_padding_and_values_outside_the_response_do_not_matter(name: str, seed: int, padding: int) -> None:
     arguments = make_arguments(seed)
     advantages, returns = compute_advantages(name, **arguments)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(seed))
@@ -128,9 +126,7 @@ def test_excluding_rows_is_refused_where_no_groups_are_compared(name: str) -> No
     arguments = make_arguments(2)
     if name == "grpo":
         arguments["group_ids"] = None
-    with pytest.raises(
-        ValueError, match=r"an estimator that compares groups; got .*rejected_in_group_baseline=include"
-    ):
+    with pytest.raises(ValueError, match=r"an estimator that compares groups; got .*rejected_in_group_baseline=include"):
         compute_advantages(name, **arguments, included_rows=torch.ones(8))
 
 

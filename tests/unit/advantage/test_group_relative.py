@@ -27,9 +27,7 @@ def members(groups: list[int]) -> dict[int, list[int]]:
     return rows
 
 
-score_lists = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.5, 1.0, 1.0, -3.25, 7.0]), st.integers(0, 3)), min_size=1, max_size=12
-)
+score_lists = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 1.0, -3.25, 7.0]), st.integers(0, 3)), min_size=1, max_size=12)
 
 
 @settings(deadline=None, max_examples=50)
@@ -78,9 +76,7 @@ def test_equal_scores_give_zero_even_when_they_are_no_round_numbers() -> None:
 def test_scores_are_sums_over_the_row_and_spread_over_its_tokens() -> None:
     rewards = torch.tensor([[1.0, 2.0, torch.nan], [0.0, 0.0, 5.0], [0.5, 0.5, 0.5]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]])
-    advantages, returns = compute_advantages(
-        "grpo", rewards, mask, group_ids=["a", "a", "b"], norm_adv_by_std_in_grpo=False
-    )
+    advantages, returns = compute_advantages("grpo", rewards, mask, group_ids=["a", "a", "b"], norm_adv_by_std_in_grpo=False)
     assert advantages.tolist() == [[-1.0, -1.0, 0.0], [1.0, 1.0, 0.0], [1.5, 1.5, 1.5]]
     assert torch.equal(advantages, returns)
 

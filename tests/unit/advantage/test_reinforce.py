@@ -22,9 +22,7 @@ def test_reinforce_plus_plus_whitens_returns_over_response_tokens() -> None:
 
 
 def test_remax_subtracts_each_rows_baseline_from_undiscounted_returns() -> None:
-    advantages, returns = compute_advantages(
-        "remax", REWARDS, MASK, reward_baselines=torch.tensor([1.0, 5.0]), gamma=0.5
-    )
+    advantages, returns = compute_advantages("remax", REWARDS, MASK, reward_baselines=torch.tensor([1.0, 5.0]), gamma=0.5)
     assert returns.tolist() == [[5.0, 0.0, 4.0, 4.0], [3.0, 3.0, 0.0, 0.0]]
     assert advantages.tolist() == [[4.0, 0.0, 3.0, 3.0], [-2.0, -2.0, 0.0, 0.0]]
 

@@ -31,9 +31,7 @@ def test_a_fixed_controller_stays() -> None:
     assert controller.updated(99.0, 1024) is controller
 
 
-@pytest.mark.parametrize(
-    ("observed", "factor"), [(0.11, 1 + 0.1 * 64 / 1000), (9.0, 1 + 0.2 * 0.064), (0.0, 1 - 0.2 * 0.064)]
-)
+@pytest.mark.parametrize(("observed", "factor"), [(0.11, 1 + 0.1 * 64 / 1000), (9.0, 1 + 0.2 * 0.064), (0.0, 1 - 0.2 * 0.064)])
 def test_an_adaptive_controller_follows_the_clipped_relative_error(observed: float, factor: float) -> None:
     controller = KLController(0.5, target_kl=0.1, horizon=1000)
     assert controller.updated(observed, 64).kl_coef == pytest.approx(0.5 * factor)

@@ -15,9 +15,7 @@ def covariances(batch: Any) -> dict[tuple[int, int], float]:
     tokens = [(row, column) for row, column in batch.loss_mask.nonzero().tolist()]
     advantage_mean = sum(batch.advantages[t].item() for t in tokens) / len(tokens)
     log_prob_mean = sum(batch.log_probs[t].item() for t in tokens) / len(tokens)
-    return {
-        t: (batch.advantages[t].item() - advantage_mean) * (batch.log_probs[t].item() - log_prob_mean) for t in tokens
-    }
+    return {t: (batch.advantages[t].item() - advantage_mean) * (batch.log_probs[t].item() - log_prob_mean) for t in tokens}
 
 
 @pytest.mark.parametrize(("share", "count"), [(1e-6, 1), (0.3, None), (1.0, None)])
@@ -52,9 +50,7 @@ def clip_cov(batch: Any, share: float, low: float, high: float) -> tuple[float, 
 
 
 @pytest.mark.parametrize("share", [1e-6, 0.2, 1.0])
-def test_clip_cov_drops_the_right_number_of_unclipped_tokens_in_the_band(
-    share: float, make_batch: Callable[..., Any]
-) -> None:
+def test_clip_cov_drops_the_right_number_of_unclipped_tokens_in_the_band(share: float, make_batch: Callable[..., Any]) -> None:
     batch = make_batch(seed=11, rows=20)
     low, high = -0.3, 1.0
     band = {token for token, covariance in covariances(batch).items() if low < covariance < high}

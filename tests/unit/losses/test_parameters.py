@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_rc.config.actor import ActorConfig, PolicyLossConfig
 from verl_rc.losses import PolicyLossParameters
 
 
@@ -27,6 +28,13 @@ def test_nothing_given_and_records_pass_through() -> None:
     assert PolicyLossParameters.from_config(None) == PolicyLossParameters.from_config({}) == PolicyLossParameters()
     record = PolicyLossParameters(tau_pos=2.0)
     assert PolicyLossParameters.from_config(record) is record
+
+
+def test_defaults_are_those_of_the_configuration() -> None:
+    schema = {**ActorConfig.model_fields, **PolicyLossConfig.model_fields}
+    shared = {name for name in schema if hasattr(PolicyLossParameters(), name)}
+    assert {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"} <= shared
+    assert PolicyLossParameters.from_config(ActorConfig(ppo_micro_batch_size_per_gpu=1)) == PolicyLossParameters()
 
 
 @pytest.mark.parametrize(

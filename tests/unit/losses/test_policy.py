@@ -100,8 +100,7 @@ def covariance_statistics(name: str, arguments: dict[str, Any], parts: list[Tens
     log_prob_mean = sum((s[1] for s in sums[1:]), sums[0][1]).mean()
     size = selection_size(name, cleaned[0], arguments["loss_mask"].sum())
     candidates = [
-        selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten().topk(int(size)).values
-        for inputs in cleaned
+        selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten().topk(int(size)).values for inputs in cleaned
     ]
     return CovarianceStatistics(advantage_mean, log_prob_mean, selection_threshold(torch.cat(candidates), size))
 

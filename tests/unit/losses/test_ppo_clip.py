@@ -87,9 +87,7 @@ def test_bypass_with_rollout_as_old_policy_equals_golden(case: dict[str, Any]) -
     )
     loss.backward()
     assert loss.item() == pytest.approx(case["expected"]["loss"], abs=1e-5)
-    torch.testing.assert_close(
-        log_probs.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(log_probs.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-5)
     for name, metric in metrics.items():
         nothing_kept = 0.0
         assert metric.mean().item() == pytest.approx(case["expected"]["metrics"].get(name, nothing_kept), abs=1e-5)

@@ -58,9 +58,7 @@ def test_loss_and_gradient_equal_golden(case: dict[str, Any]) -> None:
     )
     loss.backward()
     assert loss.item() == pytest.approx(case["expected"]["loss"], abs=1e-5)
-    torch.testing.assert_close(
-        log_probs.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(log_probs.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-5)
     nothing_kept = 0.0
     divergence = case["expected"]["metrics"].get("actor/ppo_kl", nothing_kept)
     assert metrics["actor/ppo_kl"].mean().item() == pytest.approx(divergence, abs=1e-5)

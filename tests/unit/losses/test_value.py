@@ -32,9 +32,7 @@ def test_loss_gradient_and_clip_share_equal_golden(case: dict[str, Any]) -> None
     assert loss.item() == pytest.approx(case["expected"]["loss"], rel=1e-5)
     assert metrics["critic/vf_clipfrac"].mean().item() == pytest.approx(case["expected"]["clipfrac"], rel=1e-5)
     assert metrics["critic/vpred_mean"].mean().item() == pytest.approx(tensor("vpreds")[mask].mean().item())
-    torch.testing.assert_close(
-        values.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-7
-    )
+    torch.testing.assert_close(values.grad, torch.tensor(case["expected"]["grad"], dtype=torch.float64), rtol=1e-5, atol=1e-7)
 
 
 def test_micro_batches_add_up_with_shared_denominators() -> None:
@@ -58,9 +56,7 @@ def test_explained_variance_of_merged_parts_equals_a_direct_computation() -> Non
     selected_returns, selected_values = returns[mask].double(), values[mask].double()
     expected = 1 - (selected_returns - selected_values).var() / (selected_returns.var() + 1e-5)
     values = values.masked_fill(~mask, torch.nan)
-    merged = explained_variance(values[:2], returns[:2], mask[:2]) + explained_variance(
-        values[2:], returns[2:], mask[2:]
-    )
+    merged = explained_variance(values[:2], returns[:2], mask[:2]) + explained_variance(values[2:], returns[2:], mask[2:])
     assert merged.fraction().item() == pytest.approx(expected.item(), rel=1e-9)
 
 

@@ -43,7 +43,7 @@ def test_gap_counts_masked_positions_only() -> None:
 
 
 def test_a_first_step_beyond_the_engines_precision_is_refused() -> None:
-    with pytest.raises(SyncProofError, match="at most 0.0001 nats"):
+    with pytest.raises(SyncProofError, match=r"at most 0\.0001 nats"):
         GapMonitor("float32").check(LogProbGap(0.05, 0.4), "step 1")
 
 

@@ -3,12 +3,8 @@
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 _ACTOR = (
-    MetricSpec(
-        "actor/pg_loss", "1", "policy loss, aggregated by actor.loss_agg_mode over loss_mask, mean over updates"
-    ),
-    MetricSpec(
-        "actor/loss", "1", "what was differentiated: pg_loss − entropy_coeff · entropy + kl_loss_coef · kl_loss"
-    ),
+    MetricSpec("actor/pg_loss", "1", "policy loss, aggregated by actor.loss_agg_mode over loss_mask, mean over updates"),
+    MetricSpec("actor/loss", "1", "what was differentiated: pg_loss − entropy_coeff · entropy + kl_loss_coef · kl_loss"),
     MetricSpec(
         "actor/pg_clipfrac",
         "1",
@@ -29,18 +25,12 @@ _ACTOR = (
     ),
     MetricSpec("actor/entropy", "nats", "mean over response tokens of the proximal policy's entropy"),
     MetricSpec("actor/entropy_loss", "nats", "entropy of the current policy, aggregated like pg_loss"),
-    MetricSpec(
-        "actor/kl_loss", "nats", "actor.kl_loss_type estimate of KL(current || reference), aggregated like pg_loss"
-    ),
+    MetricSpec("actor/kl_loss", "nats", "actor.kl_loss_type estimate of KL(current || reference), aggregated like pg_loss"),
     MetricSpec("actor/kl_coef", "1", "coefficient of kl_loss in the loss"),
     MetricSpec("actor/grad_norm", "1", "L2 norm of the whole gradient before clipping, mean over updates"),
-    MetricSpec(
-        "actor/nonfinite_gradients", "1", "updates of the step skipped because the gradient was not finite", (0, 0)
-    ),
+    MetricSpec("actor/nonfinite_gradients", "1", "updates of the step skipped because the gradient was not finite", (0, 0)),
     MetricSpec("actor/lr", "1", "learning rate of the step's last update"),
-    MetricSpec(
-        "actor/reward_kl_penalty", "nats", "mean over sequences of the masked mean KL subtracted from the reward"
-    ),
+    MetricSpec("actor/reward_kl_penalty", "nats", "mean over sequences of the masked mean KL subtracted from the reward"),
     MetricSpec("actor/reward_kl_penalty_coeff", "1", "its coefficient, from algorithm.kl_ctrl"),
     MetricSpec("actor/perf/max_memory_allocated_gb", "GiB", "= perf/max_memory_allocated_gb of the actor's ranks"),
     MetricSpec("actor/perf/max_memory_reserved_gb", "GiB", "= perf/max_memory_reserved_gb of the actor's ranks"),
@@ -48,9 +38,7 @@ _ACTOR = (
 )
 _CRITIC = (
     MetricSpec("critic/vf_loss", "1", "half the squared error of the values, clipped to old value ± cliprange_value"),
-    MetricSpec(
-        "critic/vf_clipfrac", "1", "share of tokens in response_mask where the clipped branch was larger", (0, 0.3)
-    ),
+    MetricSpec("critic/vf_clipfrac", "1", "share of tokens in response_mask where the clipped branch was larger", (0, 0.3)),
     MetricSpec("critic/vpred_mean", "1", "mean over tokens in response_mask of the predicted value"),
     MetricSpec("critic/grad_norm", "1", "L2 norm of the critic's whole gradient before clipping, mean over updates"),
     MetricSpec(
@@ -68,30 +56,20 @@ _BATCH = (
     *spread("critic/advantages", "1", "response tokens of the advantage", "ppo"),
     *spread("critic/returns", "reward", "response tokens of the return", "ppo"),
     *spread("critic/values", "reward", "response tokens of the critic's value", "ppo"),
-    MetricSpec(
-        "gdpo/{key}/{statistic}", "reward", "statistic over sequences of one reward component of gdpo", emitted_by="ppo"
-    ),
+    MetricSpec("gdpo/{key}/{statistic}", "reward", "statistic over sequences of one reward component of gdpo", emitted_by="ppo"),
     MetricSpec(
         "variance_proxy/proxy1_signal_strength",
         "1",
         "squared norm of the mean gradient proxy: the signal",
         emitted_by="ppo",
     ),
-    MetricSpec(
-        "variance_proxy/proxy2_total_power", "1", "mean of (A·w)² · Σ π²-norm: signal and noise", emitted_by="ppo"
-    ),
-    MetricSpec(
-        "variance_proxy/proxy3_pure_noise", "1", "(proxy2 − proxy1) / (sequences − 1), at least 0", emitted_by="ppo"
-    ),
-    MetricSpec(
-        "variance_proxy/expected_a_squared", "1", "mean over response tokens of the squared advantage", emitted_by="ppo"
-    ),
+    MetricSpec("variance_proxy/proxy2_total_power", "1", "mean of (A·w)² · Σ π²-norm: signal and noise", emitted_by="ppo"),
+    MetricSpec("variance_proxy/proxy3_pure_noise", "1", "(proxy2 − proxy1) / (sequences − 1), at least 0", emitted_by="ppo"),
+    MetricSpec("variance_proxy/expected_a_squared", "1", "mean over response tokens of the squared advantage", emitted_by="ppo"),
     MetricSpec("variance_proxy/expected_w", "1", "mean over response tokens of 1 − 2π + Σ π²", emitted_by="ppo"),
 )
 _SFT = (
-    MetricSpec(
-        "train/loss", "nats", "mean over response tokens of −log-prob, on the step's batch", emitted_by="driver"
-    ),
+    MetricSpec("train/loss", "nats", "mean over response tokens of −log-prob, on the step's batch", emitted_by="driver"),
     MetricSpec("train/grad_norm", "1", "L2 norm of the whole gradient before clipping", emitted_by="driver"),
     MetricSpec("train/lr", "1", "learning rate of the step", emitted_by="driver"),
     MetricSpec("train/num_tokens", "tokens", "Σ response tokens of the step", emitted_by="driver"),

@@ -40,9 +40,7 @@ class Catalog:
         unknown = [name for name in names if self.find(name) is None]
         if unknown:
             complaints = "; ".join(self._complaint(name) for name in unknown)
-            raise ValueError(
-                f"every metric must have an entry in verl_rc/metrics/catalog, these have none: {complaints}."
-            )
+            raise ValueError(f"every metric must have an entry in verl_rc/metrics/catalog, these have none: {complaints}.")
 
     def _complaint(self, name: str) -> str:
         nearest = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.0)

@@ -72,14 +72,8 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
 )
 
 SPECS = (
-    *(
-        MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction")
-        for name, unit, text, healthy in _DISAGREEMENT
-    ),
-    *(
-        MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy, "correction")
-        for name, text, healthy in _WEIGHTS
-    ),
+    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _DISAGREEMENT),
+    *(MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy, "correction") for name, text, healthy in _WEIGHTS),
     *(
         MetricSpec(
             f"rollout_corr/rollout_rs_{{rule}}_{name}",

@@ -54,6 +54,5 @@ def spread(prefix: str, unit: str, what: str, emitted_by: str, names: str = "mea
     """One entry for each of ``<prefix>/mean``, ``/max`` and ``/min``: the statistics of one quantity."""
     words = {"mean": "mean", "max": "largest", "min": "smallest", "std": "population standard deviation"}
     return tuple(
-        MetricSpec(f"{prefix}/{name}", unit, f"{words[name]} over {what}", emitted_by=emitted_by)
-        for name in names.split()
+        MetricSpec(f"{prefix}/{name}", unit, f"{words[name]} over {what}", emitted_by=emitted_by) for name in names.split()
     )

@@ -37,14 +37,9 @@ _AGENT_LOOP = {
 
 SPECS = (
     MetricSpec("timing_s/step", "s", "wall-clock seconds of the whole step", emitted_by="driver"),
+    *(MetricSpec(f"timing_s/{stage}", "s", f"{what}: wall clock", emitted_by="driver") for stage, what in _STAGES.items()),
     *(
-        MetricSpec(f"timing_s/{stage}", "s", f"{what}: wall clock", emitted_by="driver")
-        for stage, what in _STAGES.items()
-    ),
-    *(
-        MetricSpec(
-            f"timing_busy_s/{stage}", "s", f"{what}: seconds the slowest worker itself computed", emitted_by="driver"
-        )
+        MetricSpec(f"timing_busy_s/{stage}", "s", f"{what}: seconds the slowest worker itself computed", emitted_by="driver")
         for stage, what in _STAGES.items()
     ),
     *(
@@ -56,9 +51,7 @@ SPECS = (
         )
         for part, what in _AGENT_LOOP.items()
     ),
-    MetricSpec(
-        "timing_s/agent_loop/slowest/{quantity}", "s", "the same of the slowest trajectory", emitted_by="rollout"
-    ),
+    MetricSpec("timing_s/agent_loop/slowest/{quantity}", "s", "the same of the slowest trajectory", emitted_by="rollout"),
     *(
         MetricSpec(f"timing_per_token_ms/{stage}", "ms", f"1000 · timing_s/{stage} / {tokens}", emitted_by="driver")
         for stage, tokens in _PER_TOKEN.items()
@@ -85,12 +78,8 @@ SPECS = (
         "achieved FLOP/s / peak FLOP/s of the devices; forward-only roles count a third",
         emitted_by="workers",
     ),
-    MetricSpec(
-        "perf/max_memory_allocated_gb", "GiB", "largest memory torch held on any rank's device", emitted_by="workers"
-    ),
-    MetricSpec(
-        "perf/max_memory_reserved_gb", "GiB", "largest memory torch reserved on any rank's device", emitted_by="workers"
-    ),
+    MetricSpec("perf/max_memory_allocated_gb", "GiB", "largest memory torch held on any rank's device", emitted_by="workers"),
+    MetricSpec("perf/max_memory_reserved_gb", "GiB", "largest memory torch reserved on any rank's device", emitted_by="workers"),
     MetricSpec("perf/cpu_memory_used_gb", "GiB", "host memory in use, largest of all nodes", emitted_by="workers"),
 )
 """Entries of this room."""

@@ -16,9 +16,7 @@ _CORE = ("mean@{n}", "best@{n}/mean", "maj@{n}/mean")
 
 SPECS = (
     *(
-        MetricSpec(
-            f"val-core/{{data_source}}/{variable}/{aggregate}", unit, _AGGREGATES[aggregate], emitted_by="driver"
-        )
+        MetricSpec(f"val-core/{{data_source}}/{variable}/{aggregate}", unit, _AGGREGATES[aggregate], emitted_by="driver")
         for variable, unit in (("acc", "1"), ("reward", "reward"))
         for aggregate in _CORE
     ),

@@ -65,9 +65,7 @@ class ConsoleSink:
         tokens = metrics.get("perf/total_num_tokens")
         if tokens is not None and seconds > 0:
             parts.append(f"{tokens / seconds:,.0f} tok/s")
-        parts += [
-            _headline(name, value) for name, value in sorted(metrics.items()) if name.startswith(_HEADLINE_PREFIX)
-        ]
+        parts += [_headline(name, value) for name, value in sorted(metrics.items()) if name.startswith(_HEADLINE_PREFIX)]
         parts.append(f"{seconds:.1f} s")
         if 0 < step < self._total_steps:
             parts.append(f"ETA {_clock(statistics.mean(self._step_seconds) * (self._total_steps - step))}")

@@ -32,9 +32,7 @@ class JsonlSink:
         """Appends one line a row to ``tables/<name>.jsonl``; a slash in the name becomes a hyphen."""
         for row in rows:
             cells = (_json_number(cell) if isinstance(cell, float) else cell for cell in row)
-            self._append(
-                f"tables/{name.replace('/', '-')}.jsonl", {"step": step, **dict(zip(columns, cells, strict=True))}
-            )
+            self._append(f"tables/{name.replace('/', '-')}.jsonl", {"step": step, **dict(zip(columns, cells, strict=True))})
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
         """Appends one line ``{"step", "name", "edges", "counts"}``."""

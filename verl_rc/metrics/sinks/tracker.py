@@ -71,9 +71,7 @@ def open_tracker(
     names = list(dict.fromkeys("jsonl" if name == "file" else name for name in loggers))
     unknown = [name for name in names if name not in LOGGERS]
     if unknown:
-        raise ValueError(
-            f"trainer.logger must be a list of names out of {', '.join(LOGGERS)}, got {', '.join(unknown)}."
-        )
+        raise ValueError(f"trainer.logger must be a list of names out of {', '.join(LOGGERS)}, got {', '.join(unknown)}.")
 
     def open_wandb() -> MetricSink:
         # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.

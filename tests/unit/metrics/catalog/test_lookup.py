@@ -21,9 +21,7 @@ def metric_names(node):
             yield from metric_names(child)
 
 
-@pytest.mark.parametrize(
-    "file", ["rollout_correction.json", "bypass_losses.json", "policy_losses.json", "value_loss.json"]
-)
+@pytest.mark.parametrize("file", ["rollout_correction.json", "bypass_losses.json", "policy_losses.json", "value_loss.json"])
 def test_every_name_of_the_golden_files_is_known(file):
     names = set(metric_names(json.loads((GOLDEN / file).read_text())))
     check_names(names)

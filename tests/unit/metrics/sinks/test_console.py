@@ -29,8 +29,7 @@ def lines_of(*steps, total_steps=55, **console):
 
 def test_one_line_a_step_with_the_numbers_people_watch():
     assert lines_of((12, STEP)) == [
-        "step 12/55  reward 0.438  len 11.0  pg_loss -0.0123  grad 0.412  ESS 0.971  |gap| 0.021  "
-        "2,000 tok/s  2.5 s  ETA 1m48s"
+        "step 12/55  reward 0.438  len 11.0  pg_loss -0.0123  grad 0.412  ESS 0.971  |gap| 0.021  2,000 tok/s  2.5 s  ETA 1m48s"
     ]
 
 

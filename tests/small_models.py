@@ -1,0 +1,91 @@
+"""A very small model on disk, and random batches for it; shared by tests that need real forward passes."""
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl_rc.config.load import load_run_config
+from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import TokenBatch, TrainBatch, positions_mask
+
+VOCABULARY = 29
+
+
+def write_small_model(folder: Path) -> Path:
+    """Two layers, grouped-query attention, random weights that are not tiny."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_tokens(prompt_lengths: list[int], response_lengths: list[int], seed: int = 0) -> TokenBatch:
+    """Random tokens; prompts left-padded to 6, responses right-padded to 7."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(prompt_lengths)
+    return TokenBatch(
+        prompts=torch.randint(3, VOCABULARY, (rows, 6), generator=generator),
+        prompt_lengths=torch.tensor(prompt_lengths),
+        responses=torch.randint(3, VOCABULARY, (rows, 7), generator=generator),
+        response_lengths=torch.tensor(response_lengths),
+        batch_size=[rows],
+    )
+
+
+def make_train_batch(response_lengths: list[int], rejected_rows: tuple[int, ...] = (), seed: int = 0) -> TrainBatch:
+    """A train batch of random log-probs, advantages and weights, near enough to any policy that clipping is partial."""
+    rows = len(response_lengths)
+    generator = torch.Generator().manual_seed(seed + 1)
+    tokens = make_tokens([1 + row % 6 for row in range(rows)], response_lengths, seed)
+    response_mask = positions_mask(tokens.response_lengths, 7)
+    keep = torch.ones(rows, 1, dtype=torch.bool)
+    keep[list(rejected_rows)] = False
+    log_probs = -3.5 + 0.3 * torch.randn(rows, 7, generator=generator)
+    return TrainBatch(
+        tokens=tokens,
+        response_mask=response_mask,
+        loss_mask=response_mask & keep,
+        old_log_probs=torch.where(response_mask, log_probs, 0.0),
+        rollout_log_probs=torch.where(response_mask, log_probs, 0.0),
+        advantages=torch.where(response_mask, torch.randn(rows, 1, generator=generator), 0.0),
+        returns=torch.zeros(rows, 7),
+        rollout_is_weights=torch.where(response_mask, 2 * torch.rand(rows, 7, generator=generator), 0.0),
+        batch_size=[rows],
+    )
+
+
+def small_run_config(model_folder: Path, *overrides: str) -> RunConfig:
+    """A valid configuration for ``model_folder`` on a CPU, in fp32; further overrides win."""
+    return load_run_config(
+        [
+            "data.train_files=unused.parquet",
+            "data.val_files=unused.parquet",
+            "data.train_batch_size=2",
+            "data.max_prompt_length=6",
+            "data.max_response_length=7",
+            f"actor_rollout_ref.model.path={model_folder}",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.rollout.n=2",
+            "algorithm.adv_estimator=grpo",
+            "trainer.device=cpu",
+            "trainer.n_gpus_per_node=1",
+            "trainer.logger=['console']",
+            *overrides,
+        ]
+    )

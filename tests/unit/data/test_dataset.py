@@ -1,0 +1,170 @@
+"""Prompts: verl's format in, token ids out; the loader is seeded and resumes exactly; wrong data is named."""
+
+import pytest
+
+from verl_rc.config.data import DataConfig
+from verl_rc.data.dataset import PromptDataset, PromptOptions, RowChoice, build_train_loader, build_validation_rows
+
+OPTIONS = PromptOptions(max_prompt_length=32)
+
+
+def questions(rows):
+    return [row.messages[0]["content"] for row in rows]
+
+
+def config(path, **changes):
+    given = {"train_files": path, "val_files": path, "train_batch_size": 2, "max_prompt_length": 32, **changes}
+    return DataConfig.model_validate(given)
+
+
+@pytest.fixture
+def ten_rows(write_parquet, record):
+    return write_parquet([record(str(10 + i)) for i in range(10)])
+
+
+def test_a_row_in_verls_format(write_parquet, record, tokenizer):
+    path = write_parquet([record("407", data_source="s", extra_info={"index": 7, "question": "q"})])
+    row = PromptDataset([path], tokenizer, OPTIONS, RowChoice())[0]
+    assert tokenizer.decode(row.prompt_token_ids) == "407="
+    assert (row.row_index, row.data_source, row.ground_truth) == (0, "s", "704")
+    assert row.messages == [{"role": "user", "content": "407"}]
+    assert row.extra_info == {"index": 7, "question": "q"}
+
+
+def test_files_with_different_columns_follow_each_other(write_parquet, record, tokenizer):
+    bare = {key: value for key, value in record("3").items() if key not in ("extra_info", "ability")}
+    first, second = write_parquet([record("1"), record("2")], "a.parquet"), write_parquet([bare], "b.parquet")
+    dataset = PromptDataset([first, second], tokenizer, OPTIONS, RowChoice())
+    assert questions(dataset[i] for i in range(len(dataset))) == ["1", "2", "3"]
+    assert [dataset[i].row_index for i in range(3)] == [0, 1, 2]
+    assert dataset[2].extra_info == {}
+
+
+def test_prompt_key_names_the_column(write_parquet, record, tokenizer):
+    row = record("5")
+    path = write_parquet([{**row, "question": row["prompt"], "prompt": "text"}])
+    options = PromptOptions(max_prompt_length=8, prompt_key="question")
+    assert questions([PromptDataset([path], tokenizer, options, RowChoice())[0]]) == ["5"]
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("left", "345="), ("right", "1234"), ("middle", "125=")])
+def test_truncation(truncation, kept, write_parquet, record, tokenizer):
+    """"12345=" has 6 tokens; 4 are kept."""
+    options = PromptOptions(max_prompt_length=4, truncation=truncation)
+    row = PromptDataset([write_parquet([record("12345")])], tokenizer, options, RowChoice())[0]
+    assert tokenizer.decode(row.prompt_token_ids) == kept
+
+
+def test_middle_truncation_to_an_odd_length_keeps_one_more_at_the_end(write_parquet, record, tokenizer):
+    options = PromptOptions(max_prompt_length=3, truncation="middle")
+    row = PromptDataset([write_parquet([record("12345")])], tokenizer, options, RowChoice())[0]
+    assert tokenizer.decode(row.prompt_token_ids) == "15="
+
+
+def test_a_long_prompt_is_an_error_that_names_its_row(write_parquet, record, tokenizer):
+    path = write_parquet([record("1"), record("12345")])
+    dataset = PromptDataset([path], tokenizer, PromptOptions(max_prompt_length=5), RowChoice())
+    assert tokenizer.decode(dataset[0].prompt_token_ids) == "1="
+    with pytest.raises(ValueError, match="max_prompt_length=5 tokens, got 6 in row 1 of .*data.parquet"):
+        dataset[1]
+
+
+def test_filter_leaves_long_prompts_out_and_keeps_row_numbers(write_parquet, record, tokenizer):
+    path = write_parquet([record("12345"), record("1"), record("123456"), record("2")])
+    options = PromptOptions(max_prompt_length=5, filter_overlong=True)
+    dataset = PromptDataset([path], tokenizer, options, RowChoice())
+    assert [(dataset[i].row_index, *questions([dataset[i]])) for i in range(len(dataset))] == [(1, "1"), (3, "2")]
+    with pytest.raises(ValueError, match="leaves none"):
+        PromptDataset([path], tokenizer, PromptOptions(max_prompt_length=1, filter_overlong=True), RowChoice())
+
+
+def test_row_choice():
+    assert list(RowChoice().row_indices(4)) == [0, 1, 2, 3]
+    assert list(RowChoice(9, seed=1).row_indices(4)) == [0, 1, 2, 3]
+    assert list(RowChoice(2).row_indices(4)) == [0, 1]
+    chosen = [tuple(RowChoice(5, seed).row_indices(100)) for seed in range(20)]
+    assert all(list(rows) == sorted(set(rows)) and len(rows) == 5 and rows[-1] < 100 for rows in chosen)
+    assert len(set(chosen)) == 20
+    assert chosen[3] == tuple(RowChoice(5, 3).row_indices(100))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": "407="}, "must hold a list of chat messages.*row 0 of"),
+        ({"reward_model": None}, "a row must have a data_source and a reward_model.*None in row 0"),
+        ({"reward_model": {"style": "rule"}}, "ground_truth.*row 0"),
+        ({"data_source": None}, "a row must have a data_source"),
+    ],
+)
+def test_malformed_rows_are_refused_at_start(change, message, write_parquet, record, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        PromptDataset([write_parquet([record("1", **change)])], tokenizer, OPTIONS, RowChoice())
+
+
+def test_no_file_at_all_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="at least one file"):
+        PromptDataset([], tokenizer, OPTIONS, RowChoice())
+
+
+def test_loader_serves_seeded_batches_that_differ_by_epoch(ten_rows, tokenizer):
+    loader = build_train_loader(config(ten_rows, train_batch_size=3), tokenizer, seed=1)
+    assert len(loader) == 3
+    first, second = [[questions(batch) for batch in loader] for _ in range(2)]
+    assert [len(batch) for batch in first] == [3, 3, 3]
+    assert len({question for batch in first for question in batch}) == 9
+    assert first != second
+    assert first == [questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3), tokenizer, 1)]
+    assert first != [questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3), tokenizer, 2)]
+
+
+def test_data_seed_goes_before_the_runs_seed(ten_rows, tokenizer):
+    orders = [[questions(b) for b in build_train_loader(config(ten_rows, seed=s), tokenizer, run)]
+              for s, run in ((5, 1), (5, 2), (None, 5))]  # fmt: skip
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_without_shuffle_rows_come_in_the_order_of_the_file(ten_rows, tokenizer):
+    loader = build_train_loader(config(ten_rows, shuffle=False, train_max_samples=4), tokenizer, seed=1)
+    assert [questions(batch) for batch in loader] == [["10", "11"], ["12", "13"]]
+
+
+@pytest.mark.parametrize(("taken", "num_workers"), [(0, 0), (2, 0), (3, 0), (4, 0), (2, 2), (3, 2)])
+def test_resume_is_exact(taken, num_workers, ten_rows, tokenizer):
+    """3 batches an epoch: a state taken after 3 lies on the border of two epochs."""
+    options = config(ten_rows, train_batch_size=3, dataloader_num_workers=num_workers)
+    reference = build_train_loader(config(ten_rows, train_batch_size=3), tokenizer, seed=4)
+    whole = [questions(batch) for _ in range(3) for batch in reference]
+    loader = build_train_loader(options, tokenizer, seed=4)
+    flow = (questions(batch) for _ in range(3) for batch in loader)
+    begun = [next(flow) for _ in range(taken)]
+    state = loader.state_dict()
+    resumed = build_train_loader(options, tokenizer, seed=4)
+    resumed.load_state_dict(state)
+    epochs = [[questions(batch) for batch in resumed] for _ in range(3 - taken // 3)]
+    assert len(epochs[0]) == 3 - taken % 3
+    assert begun + [batch for epoch in epochs for batch in epoch] == whole
+
+
+def test_state_after_a_finished_epoch_starts_the_next(ten_rows, tokenizer):
+    options = config(ten_rows, train_batch_size=5)
+    loader = build_train_loader(options, tokenizer, seed=4)
+    whole = [[questions(batch) for batch in loader] for _ in range(2)]
+    again = build_train_loader(options, tokenizer, seed=4)
+    assert [questions(batch) for batch in again] == whole[0]
+    resumed = build_train_loader(options, tokenizer, seed=4)
+    resumed.load_state_dict(again.state_dict())
+    assert [questions(batch) for batch in resumed] == whole[1]
+
+
+def test_fewer_prompts_than_a_batch_are_refused(ten_rows, tokenizer):
+    with pytest.raises(ValueError, match="data.train_batch_size=8 prompts, got 5"):
+        build_train_loader(config(ten_rows, train_batch_size=8, train_max_samples=5), tokenizer, seed=1)
+
+
+def test_validation_rows_are_all_rows_in_order(ten_rows, tokenizer):
+    assert questions(build_validation_rows(config(ten_rows), tokenizer, 1)) == [str(10 + i) for i in range(10)]
+    some = build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer, 1)
+    assert len(some) == 4
+    assert some == build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer, 1)
+    assert some != build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer, 2)

@@ -1,0 +1,74 @@
+"""Log-probs of response tokens: packed, padded and one row at a time by the plain model agree."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import make_tokens
+from transformers import AutoModelForCausalLM
+
+from verl_rc.workers.forward import ForwardOptions, score_tokens
+from verl_rc.workers.language_model import load_causal_lm, packed_logits
+from verl_rc.workers.packed_attention import PackedLayout
+
+PROMPTS, RESPONSES = [1, 6, 3, 4], [7, 2, 0, 5]
+
+
+def expected_scores(folder: Path, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row at a time through the unchanged Hugging Face model with eager attention, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    tokens = make_tokens(PROMPTS, RESPONSES)
+    log_probs, entropys = torch.zeros(4, 7, dtype=torch.float64), torch.zeros(4, 7, dtype=torch.float64)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        ids = torch.cat([tokens.prompts[row, 6 - prompt :], tokens.responses[row, :response]])
+        table = (model(ids[None]).logits[0] / temperature).log_softmax(-1)
+        for t in range(response):
+            at = table[prompt - 1 + t]
+            log_probs[row, t] = at[tokens.responses[row, t]]
+            entropys[row, t] = -(at.exp() * at).sum()
+    return log_probs, entropys
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_equal_the_plain_models(model_folder: Path, remove_padding: bool, temperature: float) -> None:
+    model = load_causal_lm(str(model_folder), torch.float32)
+    options = ForwardOptions(temperature, remove_padding)
+    with torch.no_grad():
+        scores = score_tokens(model, make_tokens(PROMPTS, RESPONSES), options, with_entropy=True)
+        log_probs, entropys = expected_scores(model_folder, temperature)
+    assert scores.entropys is not None
+    torch.testing.assert_close(scores.log_probs.double(), log_probs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(scores.entropys.double(), entropys, rtol=0, atol=2e-5)
+
+
+def test_a_batch_without_responses_has_zero_scores(model_folder: Path) -> None:
+    model = load_causal_lm(str(model_folder), torch.float32)
+    scores = score_tokens(model, make_tokens([2, 3], [0, 0]), ForwardOptions(1.0), with_entropy=False)
+    assert not scores.log_probs.any()
+
+
+def test_gradient_checkpointing_changes_no_gradient(model_folder: Path) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = load_causal_lm(str(model_folder), torch.float32, gradient_checkpointing=checkpointing).train()
+        score_tokens(model, make_tokens(PROMPTS, RESPONSES), ForwardOptions(1.0), False).log_probs.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-6)
+
+
+def test_lengths_must_sum_to_the_tokens(model_folder: Path) -> None:
+    model = load_causal_lm(str(model_folder), torch.float32)
+    with pytest.raises(ValueError, match="sum to the number of tokens 5, got 4"):
+        packed_logits(model, torch.arange(5), [2, 2])
+
+
+def test_layout_restarts_positions_in_every_sequence() -> None:
+    layout = PackedLayout.from_lengths(torch.tensor([2, 3]))
+    assert layout.position_ids.tolist() == [0, 1, 0, 1, 2]
+    assert layout.grid_index.tolist() == [0, 1, 3, 4, 5]
+
+
+def test_a_folder_without_a_model_is_named() -> None:
+    with pytest.raises(ValueError, match=r"config\.json, got '\./nowhere'"):
+        load_causal_lm("./nowhere", torch.float32)

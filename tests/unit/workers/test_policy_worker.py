@@ -1,0 +1,105 @@
+"""The gradient of one actor rank does not depend on how its rows are cut, packed or padded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import make_train_batch, small_run_config
+
+from verl_rc.data.batches import TrainBatch, positions_mask
+from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
+from verl_rc.distributed.mesh import RankAddress
+from verl_rc.losses import AGGREGATION_MODES
+from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.workers.forward import ForwardOptions
+from verl_rc.workers.policy_worker import PolicyWorker
+
+LENGTHS = [7, 2, 5, 0, 1, 6]
+REJECTED = (2, 5)
+
+
+@pytest.fixture(scope="module")
+def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyWorker]:
+    config = small_run_config(
+        model_folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01"
+    )
+    port = 29_000 + hash(str(tmp_path_factory.getbasetemp())) % 500
+    worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", port), total_steps=10)
+    yield worker
+    worker.close()
+
+
+def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
+    kept = batch.response_mask.sum(-1)
+    share = MiniBatchShare(micro_batches, int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
+    worker.accumulate_gradients(batch, share, ObjectiveTotals(num_updates=1))
+    flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.parameters()]).double()  # type: ignore[union-attr]
+    worker.optimizer.zero_grad()
+    return flat
+
+
+def assert_same_gradient(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.norm() > 0
+    assert float((actual - expected).norm() / expected.norm()) <= 1e-5
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize(
+    "limit", [MicroBatchLimit(max_rows=1), MicroBatchLimit(max_rows=4), MicroBatchLimit(max_tokens=13)], ids=str
+)
+def test_micro_batches_do_not_change_the_gradient(worker: PolicyWorker, mode: str, limit: MicroBatchLimit) -> None:
+    worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode})
+    batch = make_train_batch(LENGTHS, REJECTED)
+    whole = gradient(worker, batch, [list(range(len(LENGTHS)))])
+    [micro_batches] = assign_rows(batch.tokens.sequence_lengths.tolist(), 1, limit)
+    assert len(micro_batches) > 1
+    assert_same_gradient(gradient(worker, batch, [*micro_batches, []]), whole)
+
+
+def test_padding_instead_of_packing_does_not_change_the_gradient(worker: PolicyWorker) -> None:
+    batch = make_train_batch(LENGTHS, REJECTED)
+    packed = gradient(worker, batch, [list(range(len(LENGTHS)))])
+    options, worker._forward = worker._forward, ForwardOptions(1.0, remove_padding=False)
+    padded = gradient(worker, batch, [list(range(len(LENGTHS)))])
+    worker._forward = options
+    assert_same_gradient(padded, packed)
+
+
+def test_what_lies_on_padding_does_not_change_the_gradient(worker: PolicyWorker) -> None:
+    batch = make_train_batch(LENGTHS, REJECTED)
+    expected = gradient(worker, batch, [list(range(len(LENGTHS)))])
+    padding = ~positions_mask(batch.tokens.response_lengths, 7)
+    batch.tokens.responses = torch.where(padding, 3, batch.tokens.responses)
+    for name in ("old_log_probs", "advantages", "rollout_is_weights"):
+        setattr(batch, name, getattr(batch, name).masked_fill(padding, float("nan")))
+    assert_same_gradient(gradient(worker, batch, [list(range(len(LENGTHS)))]), expected)
+
+
+def test_a_planted_fault_is_seen(worker: PolicyWorker) -> None:
+    batch = make_train_batch(LENGTHS, REJECTED)
+    whole = gradient(worker, batch, [list(range(len(LENGTHS)))])
+    with pytest.raises(AssertionError):
+        assert_same_gradient(gradient(worker, batch, [[0, 2, 3], [4, 5]]), whole)
+
+
+def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) -> None:
+    batch = make_train_batch(LENGTHS)
+    before = torch.cat([p.full_tensor().flatten() for p in worker.model.parameters()]).clone()  # type: ignore[attr-defined]
+    tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
+    records = worker.update(batch, [MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)])
+    after = torch.cat([p.full_tensor().flatten() for p in worker.model.parameters()])  # type: ignore[attr-defined]
+    assert not torch.equal(before, after)
+    clipped = {record.name: record for record in records}["actor/pg_clipfrac"]
+    assert clipped.weight == kept
+    assert 0 < clipped.value < 1
+
+
+def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:
+    batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
+    before = torch.cat([p.full_tensor().flatten() for p in worker.model.parameters()]).clone()  # type: ignore[attr-defined]
+    records = {r.name: r.value for r in worker.update(batch, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)])}
+    after = torch.cat([p.full_tensor().flatten() for p in worker.model.parameters()])  # type: ignore[attr-defined]
+    assert torch.equal(before, after)
+    assert records["rollout_corr/skipped_updates"] == 1

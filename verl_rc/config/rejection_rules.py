@@ -1,0 +1,73 @@
+"""The rejection rules by name: what they look at, and what their thresholds bound."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
+Divergence = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class RejectionRule:
+    """One option of ``rollout_rs``."""
+
+    scope: Scope
+    """``token``: every token is judged by itself; ``seq_*``: the row is judged by the sum, mean or maximum over its tokens."""
+    divergence: Divergence
+    """The per-token statistic, of the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l."""
+
+    @property
+    def name(self) -> str:
+        """``<scope>_<divergence>``."""
+        return f"{self.scope}_{self.divergence}"
+
+    @property
+    def bounds_ratio(self) -> bool:
+        """Whether thresholds are bounds on the ratio train/rollout (k1); else an upper bound on the statistic."""
+        return self.divergence == "k1"
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether single tokens are rejected; otherwise whole rows."""
+        return self.scope == "token"
+
+
+REJECTION_RULES: dict[str, RejectionRule] = {
+    rule.name: rule
+    for rule in (
+        RejectionRule("token", "k1"),
+        RejectionRule("token", "k2"),
+        RejectionRule("token", "k3"),
+        RejectionRule("seq_sum", "k1"),
+        RejectionRule("seq_sum", "k2"),
+        RejectionRule("seq_sum", "k3"),
+        RejectionRule("seq_mean", "k1"),
+        RejectionRule("seq_mean", "k2"),
+        RejectionRule("seq_mean", "k3"),
+        RejectionRule("seq_max", "k2"),
+        RejectionRule("seq_max", "k3"),
+    )
+}
+"""The options of ``rollout_rs``. There is no ``seq_max_k1``: the largest -l says nothing about ratios above 1."""
+
+_FORMER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+def nearest_name(given: str, known: Iterable[str]) -> str:
+    """The most similar of ``known``."""
+    return difflib.get_close_matches(given, list(known), n=1, cutoff=0.0)[0]
+
+
+def parse_rules(text: str, key: str) -> list[RejectionRule]:
+    """The rules named in comma-separated ``text``, duplicates dropped, order kept.
+
+    Raises ``ValueError`` naming ``key`` for an empty list or an unknown rule, with the nearest known one.
+    """
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in REJECTION_RULES:
+            nearest = _FORMER_NAMES.get(name) or nearest_name(name, REJECTION_RULES)
+            raise ValueError(f"{key} must name rules among {', '.join(REJECTION_RULES)}; got {name!r}, use {nearest}?")
+    return [REJECTION_RULES[name] for name in names]

@@ -1,0 +1,245 @@
+"""Named choices of rollout correction: the names of every verl release since 2025, each resolving to fields of today."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from verl_rc.config.base import StrictModel
+from verl_rc.config.rejection_rules import nearest_name
+
+_TOKEN: Mapping[str, object] = {"rollout_is": "token"}
+_SEQUENCE: Mapping[str, object] = {"rollout_is": "sequence"}
+_ICEPOP: Mapping[str, object] = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+_GEO: Mapping[str, object] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3: Mapping[str, object] = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_TOKEN_BAND: Mapping[str, object] = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+_PRODUCT_BAND: Mapping[str, object] = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
+_GEO_VETO: Mapping[str, object] = {
+    "rollout_rs": "seq_mean_k1",
+    "rollout_rs_threshold": 1.001,
+    "rollout_token_veto_threshold": 1e-4,
+}
+_CLIP: Mapping[str, object] = {"bypass_mode": True, "loss_type": "ppo_clip"}
+_REINFORCE: Mapping[str, object] = {"bypass_mode": True, "loss_type": "reinforce"}
+
+_WHEN_C1, _WHEN_C2, _WHEN_C3 = "verl, November 2025", "verl, November to December 2025", "verl, December 2025"
+_WHEN_D, _WHEN_DOCS = "verl since January 2026", "named in verl's documents only"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One named choice."""
+
+    summary: str
+    """What it does, in one line."""
+    fields: Mapping[str, object]
+    """The fields in which it differs from the defaults."""
+    origin: str = _WHEN_D
+    """Where the name comes from."""
+
+
+_TODAY: Mapping[str, Preset] = {
+    "disabled": Preset("measure only: no weights, no rejection", {}),
+    "decoupled_token_is": Preset("token weights truncated at 2, three policies", _TOKEN),
+    "decoupled_seq_is": Preset("sequence weights truncated at 2, three policies", _SEQUENCE),
+    "decoupled_token_icepop": Preset("token weights, zero outside [0.5, 5], three policies", _ICEPOP),
+    "decoupled_seq_is_rs": Preset(
+        "sequence weights; sequences with a ratio outside [0.5, 2] are rejected", {**_SEQUENCE, **_PRODUCT_BAND}
+    ),
+    "decoupled_geo_rs": Preset("sequences with a geometric mean ratio outside [0.999, 1.001] are rejected", _GEO),
+    "decoupled_geo_rs_seq_tis": Preset("geometric rejection and sequence weights", {**_SEQUENCE, **_GEO}),
+    "decoupled_geo_rs_token_tis": Preset("geometric rejection and token weights", {**_TOKEN, **_GEO}),
+    "decoupled_k3_rs": Preset("sequences with a mean k3 above 0.01 are rejected", _K3),
+    "decoupled_k3_rs_seq_tis": Preset("k3 rejection and sequence weights", {**_SEQUENCE, **_K3}),
+    "decoupled_k3_rs_token_tis": Preset("k3 rejection and token weights", {**_TOKEN, **_K3}),
+    "bypass_ppo_clip": Preset("two policies: PPO clip straight against the rollout policy", _CLIP),
+    "bypass_ppo_clip_geo_rs": Preset("two policies, PPO clip, geometric rejection", {**_CLIP, **_GEO}),
+    "bypass_ppo_clip_k3_rs": Preset("two policies, PPO clip, k3 rejection", {**_CLIP, **_K3}),
+    "bypass_pg_is": Preset("two policies: policy gradient with sequence weights", {**_REINFORCE, **_SEQUENCE}),
+    "bypass_pg_token_icepop": Preset(
+        "two policies: policy gradient with token weights in a band", {**_REINFORCE, **_ICEPOP}
+    ),
+    "bypass_pg_geo_rs": Preset("two policies: policy gradient, geometric rejection", {**_REINFORCE, **_GEO}),
+    "bypass_pg_geo_rs_seq_tis": Preset(
+        "two policies: policy gradient, geometric rejection, sequence weights", {**_REINFORCE, **_SEQUENCE, **_GEO}
+    ),
+    "bypass_pg_geo_rs_token_tis": Preset(
+        "two policies: policy gradient, geometric rejection, token weights", {**_REINFORCE, **_TOKEN, **_GEO}
+    ),
+}
+
+_FORMER: Mapping[str, Preset] = {
+    "token_is": Preset("now decoupled_token_is", _TOKEN, _WHEN_C1),
+    "token_tis": Preset("now decoupled_token_is", _TOKEN, _WHEN_C1),
+    "seq_is": Preset("now decoupled_seq_is", _SEQUENCE, _WHEN_C1),
+    "seq_is_rs": Preset("now decoupled_seq_is_rs", {**_SEQUENCE, **_PRODUCT_BAND}, _WHEN_C1),
+    "seq_mis": Preset(
+        "sequence weights; ratios above 2 are rejected, with no bound below",
+        {**_SEQUENCE, "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-09_2.0"},
+        _WHEN_C1,
+    ),
+    "geo_rs": Preset("geometric rejection at 1.001 both ways, with a veto below 1e-4", _GEO_VETO, _WHEN_C1),
+    "geo_mis": Preset(
+        "geometric rejection outside [0.999, 1.001], with a veto below 1e-4",
+        {**_GEO, "rollout_token_veto_threshold": 1e-4},
+        _WHEN_C1,
+    ),
+    "ppo_is_bypass": Preset(
+        "now bypass_ppo_clip: its weights were 1 by construction, and are metrics only here",
+        {**_CLIP, **_TOKEN},
+        _WHEN_C1,
+    ),
+    "pure_is": Preset("now bypass_pg_is", {**_REINFORCE, **_SEQUENCE}, _WHEN_C1),
+    "pg_is": Preset("now bypass_pg_is", {**_REINFORCE, **_SEQUENCE}, _WHEN_C2),
+    "pg_rs": Preset("policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C2),
+    "pure_rs": Preset("policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C2),
+    "geo_rs_seq_tis": Preset(
+        "geometric rejection, veto and sequence weights", {**_SEQUENCE, **_GEO_VETO}, _WHEN_C2
+    ),
+    "pg_geo_rs_seq_tis": Preset(
+        "policy gradient, geometric rejection, veto, sequence weights",
+        {**_REINFORCE, **_SEQUENCE, **_GEO_VETO},
+        _WHEN_C2,
+    ),
+    "bypass_pg_rs": Preset("policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C3),
+    "decoupled_k1_rs": Preset("another name for decoupled_geo_rs", _GEO, _WHEN_DOCS),
+    "bypass_ppo_clip_k1_rs": Preset("another name for bypass_ppo_clip_geo_rs", {**_CLIP, **_GEO}, _WHEN_DOCS),
+    "bypass_pg_k1_rs": Preset("another name for bypass_pg_geo_rs", {**_REINFORCE, **_GEO}, _WHEN_DOCS),
+    "token_is_rs": Preset(
+        "token weights; tokens with a ratio outside [0.5, 2] are rejected", {**_TOKEN, **_TOKEN_BAND}, _WHEN_DOCS
+    ),
+    "token_rs": Preset("tokens with a ratio outside [0.5, 2] are rejected", _TOKEN_BAND, _WHEN_DOCS),
+    "seq_rs": Preset("sequences with a ratio outside [0.5, 2] are rejected", _PRODUCT_BAND, _WHEN_DOCS),
+}
+
+PRESETS: Mapping[str, Preset] = {**_TODAY, **_FORMER}
+"""Every preset by name."""
+
+
+def preset_fields(name: str) -> dict[str, Any]:
+    """The fields a preset sets, to be laid under those a user gave. Raises ``ValueError`` naming the nearest preset."""
+    if name not in PRESETS:
+        raise ValueError(
+            f"a preset must be one of {', '.join(PRESETS)}; got {name!r}, did you mean {nearest_name(name, PRESETS)}?"
+        )
+    return dict(PRESETS[name].fields)
+
+
+class PresetConstructors(StrictModel):
+    """One constructor for each preset of today, with its thresholds as arguments."""
+
+    @classmethod
+    def from_preset(cls, name: str, **fields: object) -> Self:
+        """The preset of that name, with other ``fields`` on top of it. Raises ``ValueError`` for an unknown name."""
+        return cls.model_validate({**preset_fields(name), **fields})
+
+    @classmethod
+    def disabled(cls) -> Self:
+        """Measure and correct nothing."""
+        return cls.from_preset("disabled")
+
+    @classmethod
+    def decoupled_token_is(cls, threshold: float = 2.0) -> Self:
+        """Token weights ``min(rho_t, threshold)`` (truncated importance sampling), three policies."""
+        return cls.from_preset("decoupled_token_is", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_seq_is(cls, threshold: float = 2.0) -> Self:
+        """Sequence weights ``min(prod_t rho_t, threshold)``, three policies."""
+        return cls.from_preset("decoupled_seq_is", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
+        """Token weights, zero outside ``[threshold_lower, threshold]`` (IcePop, arXiv:2510.18855), three policies."""
+        return cls.from_preset("decoupled_token_icepop", rollout_is_threshold=_band(threshold_lower, threshold))
+
+    @classmethod
+    def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.5_2.0") -> Self:
+        """Sequence weights, and rejection of sequences whose ratio leaves a band."""
+        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
+        return cls.from_preset("decoupled_seq_is_rs", **fields)
+
+    @classmethod
+    def decoupled_geo_rs(cls, rs_threshold: float | str = "0.999_1.001") -> Self:
+        """Rejection of sequences whose geometric mean ratio leaves a band; no weights."""
+        return cls.from_preset("decoupled_geo_rs", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001") -> Self:
+        """Geometric rejection and truncated sequence weights."""
+        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
+        return cls.from_preset("decoupled_geo_rs_seq_tis", **fields)
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001") -> Self:
+        """Geometric rejection and truncated token weights."""
+        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
+        return cls.from_preset("decoupled_geo_rs_token_tis", **fields)
+
+    @classmethod
+    def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
+        """Rejection of sequences whose mean k3 exceeds a bound; no weights."""
+        return cls.from_preset("decoupled_k3_rs", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> Self:
+        """k3 rejection and truncated sequence weights."""
+        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
+        return cls.from_preset("decoupled_k3_rs_seq_tis", **fields)
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> Self:
+        """k3 rejection and truncated token weights."""
+        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
+        return cls.from_preset("decoupled_k3_rs_token_tis", **fields)
+
+    @classmethod
+    def bypass_ppo_clip(cls) -> Self:
+        """Two policies: PPO clip on train/rollout; no weights, which would count the ratio twice."""
+        return cls.from_preset("bypass_ppo_clip")
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold: float | str = "0.999_1.001") -> Self:
+        """Two policies: PPO clip and geometric rejection."""
+        return cls.from_preset("bypass_ppo_clip_geo_rs", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
+        """Two policies: PPO clip and k3 rejection."""
+        return cls.from_preset("bypass_ppo_clip_k3_rs", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def bypass_pg_is(cls, threshold: float = 2.0) -> Self:
+        """Two policies: policy gradient with truncated sequence weights."""
+        return cls.from_preset("bypass_pg_is", rollout_is_threshold=threshold)
+
+    @classmethod
+    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
+        """Two policies: policy gradient with token weights, zero outside ``[threshold_lower, threshold]``."""
+        return cls.from_preset("bypass_pg_token_icepop", rollout_is_threshold=_band(threshold_lower, threshold))
+
+    @classmethod
+    def bypass_pg_geo_rs(cls, rs_threshold: float | str = "0.999_1.001") -> Self:
+        """Two policies: policy gradient and geometric rejection."""
+        return cls.from_preset("bypass_pg_geo_rs", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001") -> Self:
+        """Two policies: policy gradient, geometric rejection and truncated sequence weights."""
+        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
+        return cls.from_preset("bypass_pg_geo_rs_seq_tis", **fields)
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.999_1.001") -> Self:
+        """Two policies: policy gradient, geometric rejection and truncated token weights."""
+        fields = {"rollout_is_threshold": is_threshold, "rollout_rs_threshold": rs_threshold}
+        return cls.from_preset("bypass_pg_geo_rs_token_tis", **fields)
+
+
+def _band(lower: float, upper: float) -> str:
+    return f"{lower!r}_{upper!r}"
+
+
+MAX_WEIGHT = math.exp(20.0)
+"""No weight is larger, whatever the threshold: log-ratios are bounded by 20 before exp."""
