@@ -18,7 +18,7 @@ echo "[2/4] making the task (sorting digits) and a tiny model"
 
 echo "[3/4] warm start with SFT"
 "$PYTHON" -m verl_rc.main_sft model.path="$out/base_model" data.train_files="$DATA_DIR/sft_train.parquet" \
-    data.val_files="$DATA_DIR/sft_val.parquet" trainer.output_dir="$MODEL_PATH" trainer.seed="$seed"
+    data.val_files="$DATA_DIR/sft_val.parquet" trainer.output_dir="$MODEL_PATH" trainer.seed="$seed" trainer.stop_at_accuracy=0.2
 
 echo "[4/4] training with rollout correction"
 bash recipes/quickstart_digits_cpu.sh "$@"

@@ -6,9 +6,12 @@ from verl_rc.config.run import RunConfig
 
 def train(config: RunConfig) -> None:
     """Hand a valid configuration over."""
-    from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (torch and ray load once it is valid)
+    from verl_rc.cluster.ray_session import start_ray_in_background  # noqa: PLC0415  (ray loads once it is valid)
 
-    run_training(config)
+    ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.trainer.n_gpus_per_node)
+    from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (torch loads while Ray starts)
+
+    run_training(config, ray_started)
 
 
 def main() -> None:

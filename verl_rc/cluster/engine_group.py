@@ -16,6 +16,9 @@ from verl_rc.weight_sync.transfer_group import TransferAddress
 class EngineGroup:
     """All vLLM engines of a run."""
 
+    worker = "verl_rc.rollout.engine:RolloutEngine"
+    """What every process of the group builds, as ``module:Class``; tests plant faulty ones here."""
+
     def __init__(self, placement: Placement, **options: Any) -> None:
         """Start one process per engine; ``build`` makes the engine in it."""
         environment = engine_environment(placement.engine_threads, placement.device, placement.one_node)
@@ -33,7 +36,7 @@ class EngineGroup:
 
     def build(self, options: EngineOptions) -> list[Pending]:
         """Build the engines; returns at once."""
-        return [process.build("verl_rc.rollout.engine:RolloutEngine", options=options) for process in self._engines]
+        return [process.build(self.worker, options=options) for process in self._engines]
 
     def block_size(self) -> int:
         """Tokens of one block of the key-value cache: the shortest prefix that can be cached."""

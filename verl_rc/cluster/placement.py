@@ -2,13 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 
 from verl_rc.config.run import RunConfig
-
-_OBJECT_STORE_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -25,32 +22,12 @@ class Placement:
     one_node: bool
 
 
-def start_ray(config: RunConfig) -> None:
-    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray on this machine."""
-    options: dict[str, Any] = dict(config.ray_kwargs.ray_init.model_dump(exclude_none=True))
-    address = options.pop("address", None)
-    runtime_env = {key: value for key, value in (options.pop("runtime_env", None) or {}).items() if value is not None}
-    runtime_env["env_vars"] = {"PYTHONPATH": _python_path(), **runtime_env.pop("env_vars", {})}
-    if address is not None:
-        ray.init(address=address, runtime_env=runtime_env, logging_level="ERROR", log_to_driver=True)
-        return
-    processes = config.trainer.n_gpus_per_node + (os.cpu_count() or 1) + 8
-    options.setdefault("num_cpus", max(os.cpu_count() or 1, processes))
-    options.setdefault("object_store_memory", _OBJECT_STORE_BYTES)
-    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=runtime_env, **options)
-
-
-def _python_path() -> str:
-    """The folder that holds this package, before the user's own path, so that workers import the same code."""
-    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return os.pathsep.join(part for part in (package_root, os.environ.get("PYTHONPATH", "")) if part)
-
-
 def plan_placement(config: RunConfig) -> Placement:
     """Decide the processes of a run on the connected cluster.
 
     Raises ``ValueError`` when there are fewer devices than asked for: GPUs on a GPU cluster, cores on a CPU (one per
-    rank). """
+    rank).
+    """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     gpus = int(ray.cluster_resources().get("GPU", 0))
     device = trainer.device if trainer.device != "auto" else ("cuda" if gpus else "cpu")

@@ -22,6 +22,9 @@ from verl_rc.weight_sync.transfer_group import TransferAddress
 class TrainerGroup:
     """All ranks of the actor."""
 
+    worker = "verl_rc.workers.policy_worker:PolicyWorker"
+    """What every process of the group builds, as ``module:Class``; tests plant faulty ones here."""
+
     def __init__(self, placement: Placement, **options: Any) -> None:
         """Start one process per rank; ``build`` gives each its model."""
         environment = trainer_environment(placement.trainer_threads)
@@ -40,9 +43,8 @@ class TrainerGroup:
         """Load and shard the model on every rank; returns at once."""
         (host, port) = wait_for_all([self._ranks[0].free_address()])[0]
         addresses = [RankAddress(rank, self.num_ranks, host, port) for rank in range(self.num_ranks)]
-        target = "verl_rc.workers.policy_worker:PolicyWorker"
         return [
-            process.build(target, config=config, address=address, total_steps=total_steps)
+            process.build(self.worker, config=config, address=address, total_steps=total_steps)
             for process, address in zip(self._ranks, addresses, strict=True)
         ]
 

@@ -1,6 +1,7 @@
 """From a configuration to a run that is ready: processes start first, everything else happens while they load."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import ray
 
 from verl_rc.cluster.engine_group import EngineGroup
-from verl_rc.cluster.placement import Placement, plan_placement, start_ray
+from verl_rc.cluster.placement import Placement, plan_placement
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.cluster.trainer_group import TrainerGroup
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.run import RunConfig
@@ -26,19 +28,19 @@ from verl_rc.weight_sync.transfer_group import TransferAddress
 
 
 @contextmanager
-def open_run(config: RunConfig) -> Iterator[Run]:
+def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
     """Set a run up and take it down again, whatever happens in between."""
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
     save_resolved_config(config, folder)
     with ExitStack() as stack:
-        with announced("Ray"):
-            start_ray(config)
         stack.callback(ray.shutdown)
+        with announced("Ray"):
+            ray_started.result()
         placement = plan_placement(config)
         trainer, engines = TrainerGroup(placement), EngineGroup(placement)
         building_engines = engines.build(engine_options(config, placement.device))
-        with announced("data and tokenizer"):
+        with announced("data and tokenizer"), _mistakes_are_the_users():
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
             loader = build_train_loader(config.data, tokenizer, config.trainer.seed)
             validation_rows = build_validation_rows(config.data, tokenizer, config.trainer.seed)
@@ -82,6 +84,15 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             max_model_len=max_model_length(config),
             block_size=engines.block_size(),
         )
+
+
+@contextmanager
+def _mistakes_are_the_users() -> Iterator[None]:
+    """What is wrong with data, tokenizer or reward function is a matter of configuration: one message, no traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def connect(trainer: TrainerGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> None:

@@ -1,118 +1,200 @@
-"""Supervised warm start in one process: packed batches, masked prompts, validation, early stop."""
+"""Supervised warm start in one process: packed batches, prompts as context only, validation, early stop."""
 
-import logging
-import os
-import random
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import track
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 from verl_rc.config.sft import SftConfig
-from verl_rc.data.batches import TokenBatch, left_padded, positions_mask
+from verl_rc.data.epoch_batches import EpochBatches
+from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.data.worked_examples import WorkedExample, read_worked_examples
-from verl_rc.workers.forward import ForwardOptions, score_tokens
-from verl_rc.workers.language_model import load_causal_lm, padded_logits
-
-_log = logging.getLogger("verl_rc")
+from verl_rc.workers.language_model import load_causal_lm, packed_logits
 
 
-def train_sft(config: SftConfig) -> None:
-    """Train on worked examples until the step limit or the wished accuracy, and save a Hugging Face folder."""
-    torch.manual_seed(config.trainer.seed)
-    torch.set_num_threads(os.cpu_count() or 1)
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+@dataclass(frozen=True)
+class SftSetup:
+    """Everything a warm start consists of once it is loaded."""
+
+    config: SftConfig
+    tokenizer: Any
+    model: nn.Module
+    train: list[WorkedExample]
+    held_out: list[WorkedExample]
+    order: EpochBatches
+    """Which training examples form each batch."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How the model does on held-out examples."""
+
+    loss: float
+    """Mean negative log-likelihood of an answer token, nats."""
+    accuracy: float
+    """Share of examples that greedy decoding answers exactly, end token included."""
+
+
+@dataclass(frozen=True)
+class SftResult:
+    """What a warm start ended with."""
+
+    steps: int
+    validation: Validation
+    folder: Path
+    """The trained model."""
+
+
+def load_sft(config: SftConfig) -> SftSetup:
+    """Load tokenizer, examples and model. Raises ``ValueError`` for everything that is wrong with them."""
+    transformers_logging.disable_progress_bar()
+    folder = Path(config.trainer.output_dir).expanduser()
+    if folder.resolve() == Path(config.model.path).expanduser().resolve():
+        raise ValueError(f"trainer.output_dir must be another folder than model.path, got {str(folder)!r} for both.")
+    folder.mkdir(parents=True, exist_ok=True)
     data = config.data
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     train = read_worked_examples(data.train_files, data.messages_key, tokenizer, data.max_length)
-    held_out = read_worked_examples(data.val_files, data.messages_key, tokenizer, data.max_length)[: data.max_val_samples]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_causal_lm(config.model.path, torch.float32, trust_remote_code=config.model.trust_remote_code).to(device)
-    optim = config.optim
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay, fused=True
+    held_out = read_worked_examples(data.val_files, data.messages_key, tokenizer, data.max_length)
+    if len(train) < data.train_batch_size:
+        raise ValueError(
+            f"data.train_files must hold at least data.train_batch_size={data.train_batch_size} examples, got "
+            f"{len(train)}. Lower the batch size or add examples."
+        )
+    torch.manual_seed(config.trainer.seed)
+    model = load_causal_lm(
+        config.model.path,
+        torch.float32,
+        gradient_checkpointing=config.model.enable_gradient_checkpointing,
+        trust_remote_code=config.model.trust_remote_code,
     )
-    batches = _batches(train, data.train_batch_size, config.trainer.seed)
-    steps = config.trainer.total_steps
-    for step in track(range(1, steps + 1), description="SFT", disable=not os.isatty(2)):
-        batch = _as_tokens(next(batches), tokenizer.pad_token_id).to(device)
-        loss = answer_loss(model.train(), batch)
+    order = EpochBatches(len(train), data.train_batch_size, config.trainer.seed, shuffle=True)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return SftSetup(config, tokenizer, model, train, held_out[: data.val_max_samples], order)
+
+
+def train_sft(setup: SftSetup, console: Console) -> SftResult:
+    """Train until the step limit or the wished accuracy, and save a Hugging Face folder.
+
+    Raises ``FloatingPointError`` when the loss stops being a number.
+    """
+    trainer, optim = setup.config.trainer, setup.config.optim
+    betas = (optim.betas[0], optim.betas[1])
+    optimizer = torch.optim.AdamW(
+        setup.model.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True
+    )
+    batches = _endless(setup.order)
+    steps, result = trainer.total_training_steps, None
+    with _progress(console) as progress:
+        bar = progress.add_task("SFT", total=steps)
+        for step in range(1, steps + 1):
+            loss = train_step(setup, [setup.train[row] for row in next(batches)], optimizer)
+            progress.update(bar, advance=1)
+            if step % trainer.test_freq and step != steps:
+                continue
+            result = validate(setup)
+            console.print(
+                f"SFT step {step}: loss {loss:.3f}, held-out loss {result.loss:.3f}, held-out accuracy {result.accuracy:.3f}",
+                highlight=False,
+            )
+            if trainer.stop_at_accuracy is not None and result.accuracy >= trainer.stop_at_accuracy:
+                break
+    assert result is not None
+    if trainer.stop_at_accuracy is not None and result.accuracy < trainer.stop_at_accuracy:
+        console.print(
+            f"SFT ended below trainer.stop_at_accuracy={trainer.stop_at_accuracy}: raise trainer.total_training_steps={steps}."
+        )
+    return SftResult(step, result, _save(setup))
+
+
+def train_step(setup: SftSetup, examples: Sequence[WorkedExample], optimizer: torch.optim.Optimizer) -> float:
+    """One optimizer step; returns the mean loss of an answer token, nats, whatever the split into forward passes."""
+    setup.model.train()
+    num_answer_tokens = sum(len(example.answer_token_ids) for example in examples)
+    total = torch.zeros((), device=_device(setup.model))
+    for part in _micro_batches(examples, setup.config.data.max_token_len_per_gpu):
+        logits, targets, _ = answer_logits(setup.model, part)
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum") / num_answer_tokens
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % config.trainer.val_freq and step != steps:
-            continue
-        accuracy = greedy_accuracy(model.eval(), held_out, tokenizer)
-        with torch.no_grad():
-            held_out_loss = float(answer_loss(model, _as_tokens(held_out, tokenizer.pad_token_id).to(device)))
-        _log.info(
-            "SFT step %d/%d: loss %.3f, held-out loss %.3f, held-out greedy accuracy %.3f",
-            step, steps, float(loss), held_out_loss, accuracy,
-        )  # fmt: skip
-        if config.trainer.stop_at_accuracy is not None and accuracy >= config.trainer.stop_at_accuracy:
-            break
-    _save(model, tokenizer, Path(config.trainer.output_dir))
-
-
-def answer_loss(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Mean negative log-likelihood of the answers' tokens, nats; prompts are context only."""
-    scores = score_tokens(model, batch, ForwardOptions(temperature=1.0), with_entropy=False)
-    return -scores.log_probs.sum() / batch.response_lengths.sum()
+        total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(setup.model.parameters(), setup.config.optim.clip_grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = float(total)
+    if not math.isfinite(mean):
+        raise FloatingPointError(f"the SFT loss must be a number, got {mean}. Lower optim.lr={setup.config.optim.lr}.")
+    return mean
 
 
 @torch.no_grad()
-def greedy_accuracy(model: nn.Module, examples: Sequence[WorkedExample], tokenizer: Any) -> float:
-    """Share of examples whose whole answer is what the model would decode greedily.
+def validate(setup: SftSetup) -> Validation:
+    """Loss and greedy exact-match accuracy on the held-out examples.
 
-    Teacher forcing decides it in one forward: the greedy answer equals the true one exactly when every token of the
-    true answer is the most likely one after the true tokens before it.
+    One forward pass decides what greedy decoding would write: it writes exactly the true answer if and only if every
+    token of the true answer is the most likely one after the true tokens before it.
     """
-    batch = _as_tokens(examples, tokenizer.pad_token_id).to(next(model.parameters()).device)
-    rows = [example.prompt_token_ids + example.answer_token_ids for example in examples]
-    width = max(map(len, rows))
-    token_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=batch.prompts.device)
-    predicted = padded_logits(model, token_ids, positions_mask(batch.sequence_lengths, width)).argmax(dim=-1)
-    position = torch.arange(width - 1, device=token_ids.device)
-    in_answer = (position >= batch.prompt_lengths[:, None] - 1) & (position < batch.sequence_lengths[:, None] - 1)
-    right = (predicted[:, :-1] == token_ids[:, 1:]) | ~in_answer
-    return float(right.all(dim=-1).double().mean())
+    setup.model.eval()
+    negative_log_likelihood, num_right = 0.0, 0
+    for part in _micro_batches(setup.held_out, setup.config.data.max_token_len_per_gpu):
+        logits, targets, rows = answer_logits(setup.model, part)
+        negative_log_likelihood += float(F.cross_entropy(logits.float(), targets, reduction="sum"))
+        wrong_tokens = torch.zeros(len(part), device=rows.device).index_add(0, rows, (logits.argmax(-1) != targets).float())
+        num_right += int((wrong_tokens == 0).sum())
+    num_tokens = sum(len(example.answer_token_ids) for example in setup.held_out)
+    return Validation(negative_log_likelihood / num_tokens, num_right / len(setup.held_out))
 
 
-def _batches(examples: list[WorkedExample], size: int, seed: int) -> Iterator[list[WorkedExample]]:
-    """Endless batches, reshuffled in every epoch."""
-    if len(examples) < size:
-        raise ValueError(f"data.train_files must hold at least data.train_batch_size={size} examples, got {len(examples)}.")
-    order = random.Random(seed)
+def answer_logits(model: nn.Module, examples: Sequence[WorkedExample]) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``model`` predicts for the K answer tokens of ``examples``, packed into one forward pass.
+
+    Returns logits ``[K, V]``, the tokens themselves int64 ``[K]``, and the example each belongs to int64 ``[K]``.
+    """
+    device = _device(model)
+    token_ids = torch.tensor([token for e in examples for token in e.prompt_token_ids + e.answer_token_ids], device=device)
+    is_answer = torch.tensor(
+        [flag for e in examples for flag in [False] * len(e.prompt_token_ids) + [True] * len(e.answer_token_ids)],
+        device=device,
+    )
+    positions = is_answer.nonzero()[:, 0]
+    lengths = torch.tensor([example.num_tokens for example in examples], device=device)
+    rows = torch.repeat_interleave(torch.arange(len(examples), device=device), lengths)
+    return packed_logits(model, token_ids, lengths, keep=positions - 1), token_ids[positions], rows[positions]
+
+
+def _micro_batches(examples: Sequence[WorkedExample], max_tokens: int) -> Iterator[list[WorkedExample]]:
+    lengths = [example.num_tokens for example in examples]
+    (parts,) = assign_rows(lengths, num_ranks=1, limit=MicroBatchLimit(max_tokens=max_tokens))
+    for rows in parts:
+        yield [examples[row] for row in rows]
+
+
+def _endless(order: EpochBatches) -> Iterator[list[int]]:
     while True:
-        shuffled = order.sample(examples, len(examples))
-        for start in range(0, len(examples) - size + 1, size):
-            yield shuffled[start : start + size]
+        yield from order
 
 
-def _as_tokens(examples: Sequence[WorkedExample], pad_token_id: int) -> TokenBatch:
-    prompts, prompt_lengths = left_padded([example.prompt_token_ids for example in examples], pad_token_id)
-    lengths = torch.tensor([len(example.answer_token_ids) for example in examples])
-    answers = torch.stack(
-        [
-            F.pad(torch.tensor(example.answer_token_ids), (0, int(lengths.max()) - len(example.answer_token_ids)), value=pad_token_id)
-            for example in examples
-        ]
-    )
-    return TokenBatch(
-        prompts=prompts,
-        prompt_lengths=prompt_lengths,
-        responses=answers,
-        response_lengths=lengths,
-        batch_size=[len(examples)],
-    )
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+def _progress(console: Console) -> Progress:
+    """A bar at a terminal; elsewhere the validation lines alone tell how far it is."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _save(setup: SftSetup) -> Path:
+    folder = Path(setup.config.trainer.output_dir).expanduser()
+    model: Any = setup.model
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _log.info("model written to %s", folder)
+    setup.tokenizer.save_pretrained(folder)
+    return folder

@@ -1,5 +1,7 @@
 """THE LOOP. Generate, reward, evaluate, correct, update, sync, validate, log: open this file first."""
 
+from concurrent.futures import Future
+
 from verl_rc.config.run import RunConfig
 from verl_rc.driver import stages
 from verl_rc.driver.announce import say, speak_on_stdout
@@ -10,10 +12,10 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.train_batch import build_train_batch
 
 
-def main(config: RunConfig) -> None:
+def main(config: RunConfig, ray_started: "Future[None]") -> None:
     """Set a run up, train, and leave nothing behind but its folder."""
     speak_on_stdout()
-    with open_run(config) as run:
+    with open_run(config, ray_started) as run:
         train(run)
 
 

@@ -12,7 +12,8 @@ def batch_metrics(
     """Scores, advantages, returns and lengths: mean, max and min; read from the device in one copy.
 
     ``response_length/clip_ratio`` is the share of responses that reached ``max_response_length``, whatever the
-    batch's width. """
+    batch's width.
+    """
     mask = batch.response_mask
     lengths, prompts = rollouts.tokens.response_lengths, rollouts.tokens.prompt_lengths
     columns = {

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_rc.config.actor import ActorConfig
 from verl_rc.data.batches import TrainBatch
-from verl_rc.losses import Aggregation, LossMetric, aggregate_loss, compute_policy_loss
+from verl_rc.losses import Aggregation, LossMetric, compute_policy_loss
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,20 @@ class Objective:
 
 
 def policy_objective(
-    log_probs: Tensor, entropys: Tensor | None, batch: TrainBatch, config: ActorConfig, totals: Aggregation
+    log_probs: Tensor,
+    entropys: Tensor | None,
+    batch: TrainBatch,
+    config: ActorConfig,
+    totals: Aggregation,
+    denominator: str = "original",
 ) -> Objective:
     """Policy loss minus the entropy bonus, over ``loss_mask``, divided by the mini-batch's ``totals``.
 
-    ``L = L_policy - entropy_coeff * agg(entropy)``; ``log_probs`` and ``entropys`` are float32 ``[B, R]`` with
-    gradient. """
+    ``L = L_policy - entropy_coeff * agg(entropy)``; ``log_probs`` and ``entropys`` are float32 ``[B, R]`` with gradient.
+    ``denominator``: ``original`` or ``kept``, the tokens that count in the denominators of single rows; ``totals`` must have
+    been counted likewise.
+    """
+    denominator_mask = batch.loss_mask if denominator == "kept" else batch.response_mask
     policy_loss, averages = compute_policy_loss(
         config.policy_loss.loss_mode,
         old_log_probs=batch.old_log_probs,
@@ -36,6 +44,7 @@ def policy_objective(
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
         response_mask=batch.response_mask,
+        denominator_mask=denominator_mask,
         rollout_is_weights=batch.rollout_is_weights,
         config=config,
         aggregation=totals,
@@ -43,14 +52,7 @@ def policy_objective(
     loss = policy_loss
     terms = {"actor/pg_loss": policy_loss.detach()}
     if entropys is not None and config.entropy_coeff != 0:
-        entropy = aggregate_loss(
-            entropys,
-            batch.loss_mask,
-            totals.mode,
-            num_tokens=totals.num_tokens,
-            num_sequences=totals.num_sequences,
-            loss_scale_factor=totals.loss_scale_factor,
-        )
+        entropy = totals.reduce(entropys, batch.loss_mask, denominator_mask)
         loss = loss - config.entropy_coeff * entropy
         terms["actor/entropy_loss"] = entropy.detach()
     terms["actor/loss"] = loss.detach()

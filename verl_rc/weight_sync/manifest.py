@@ -86,7 +86,8 @@ def tensor_digest(tensor: Tensor) -> int:
     ``sum_i word_i * (factor * i + offset | 1)`` modulo 2**64 over the 8-byte words (zero-padded): a multilinear
     hash, so any
     single changed word, and any swap of two different words, is seen. It guards against faults, not against an
-    adversary. """
+    adversary.
+    """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words_missing = -data.numel() % 8
     if words_missing:

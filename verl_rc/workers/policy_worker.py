@@ -31,6 +31,7 @@ class PolicyWorker:
         """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate schedule."""
         model_config, self._actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
         self._address = address
+        self._correction = config.algorithm.rollout_correction
         self._device = trainer_device(config.trainer.device)
         self._mesh = join_trainer_group(address, self._device)
         fsdp = self._actor.fsdp_config
@@ -107,7 +108,9 @@ class PolicyWorker:
             num_sequences=share.num_sequences,
             loss_scale_factor=self._actor.loss_scale_factor or self._response_width,
         )
-        return policy_objective(scores.log_probs, scores.entropys, part, self._actor, aggregation)
+        return policy_objective(
+            scores.log_probs, scores.entropys, part, self._actor, aggregation, self._correction.rejection_denominator
+        )
 
     def _step(self) -> float:
         """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before clipping."""

@@ -1,0 +1,79 @@
+"""A tiny model and task on disk, and one real run (Ray, an fp32 vLLM engine, an FSDP2 rank) for the whole session."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.ray_session import start_ray_in_background
+from verl_rc.cluster.trainer_group import TrainerGroup
+from verl_rc.config.load import load_run_config
+from verl_rc.driver.run import Run
+from verl_rc.driver.setup import open_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """``model`` and ``data`` folders made by the scripts a user would call."""
+    folder = tmp_path_factory.mktemp("task")
+    sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "2"]
+    heads = ["--num_heads", "2", "--num_kv_heads", "1"]
+    model = ["scripts/make_tiny_model.py", "--output_dir", str(folder / "model"), *sizes, *heads]
+    data = ["scripts/prepare_data/digits.py", "--output_dir", str(folder / "data"), "--num_train", "64", "--num_val", "8"]
+    for command in (model, [*data, "--num_sft", "64", "--num_sft_val", "8"]):
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    return {"model": folder / "model", "data": folder / "data"}
+
+
+def run_overrides(task: dict[str, Path], run_folder: Path) -> list[str]:
+    """Overrides of a complete, very small run with an engine in fp32."""
+    return [
+        f"data.train_files={task['data'] / 'train.parquet'}",
+        f"data.val_files={task['data'] / 'val.parquet'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=20",
+        "data.max_response_length=12",
+        f"actor_rollout_ref.model.path={task['model']}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.optim.lr=0.02",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.max_model_len=96",
+        "actor_rollout_ref.rollout.kv_cache_megabytes=32",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+        "actor_rollout_ref.rollout.sync_proof.canary_freq=1",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.rollout_correction.preset=decoupled_seq_is_rs",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_epochs=1",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.log_val_generations=2",
+        "trainer.logger=['console']",
+        f"trainer.default_local_dir={run_folder}",
+        f"trainer.rollout_data_dir={run_folder / 'rollouts'}",
+    ]
+
+
+@pytest.fixture(scope="session")
+def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A real run whose workers can be told to go wrong."""
+    config = load_run_config(run_overrides(task, tmp_path_factory.mktemp("faulty")))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
+    patch.setattr(TrainerGroup, "worker", "faulty_workers:FaultyPolicyWorker")
+    patch.setattr(EngineGroup, "worker", "faulty_workers:FaultyEngine")
+    with open_run(config, start_ray_in_background(config.ray_kwargs.ray_init, num_processes=2)) as run:
+        yield run
+    patch.undo()

@@ -1,0 +1,54 @@
+"""Starting Ray on this machine, or joining a running cluster. Imports nothing heavy, so it can run while torch loads."""
+
+import os
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+
+from verl_rc.config.trainer import RayInitConfig
+
+_OBJECT_STORE_BYTES = 512 << 20
+_SPARE_CPUS = 8
+
+
+def start_ray_in_background(config: RayInitConfig, num_processes: int) -> "Future[None]":
+    """Start Ray in a thread and return at once; the future's result, or its error, comes when Ray is up.
+
+    The thread stays alive until the process ends: Ray asks the kernel to kill its processes when their parent dies
+    (PR_SET_PDEATHSIG), and to the kernel the parent is the thread that started them.
+    """
+    started: Future[None] = Future()
+
+    def start() -> None:
+        try:
+            start_ray(config, num_processes)
+            started.set_result(None)
+        except BaseException as error:  # noqa: BLE001  (handed to whoever waits for the future)
+            started.set_exception(error)
+            return
+        threading.Event().wait()
+
+    threading.Thread(target=start, name="start-ray", daemon=True).start()
+    return started
+
+
+def start_ray(config: RayInitConfig, num_processes: int) -> None:
+    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``num_processes``."""
+    options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
+    address = options.pop("address", None)
+    runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
+    runtime_env["env_vars"] = {"PYTHONPATH": _python_path(), **runtime_env.pop("env_vars", {})}
+    if address is not None:
+        ray.init(address=address, runtime_env=runtime_env, logging_level="ERROR", log_to_driver=True)
+        return
+    options.setdefault("num_cpus", (os.cpu_count() or 1) + num_processes + _SPARE_CPUS)
+    options.setdefault("object_store_memory", _OBJECT_STORE_BYTES)
+    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=runtime_env, **options)
+
+
+def _python_path() -> str:
+    """The folder that holds this package, before the user's own path, so that workers import the same code."""
+    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return os.pathsep.join(part for part in (package_root, os.environ.get("PYTHONPATH", "")) if part)
