@@ -1,14 +1,34 @@
 """``python -m verl_rc.main_sft key=value …``: supervised warm start on worked examples."""
 
+import os
+
+from rich.console import Console
+
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import run_with_config
 from verl_rc.config.sft import SftConfig
 
 
 def train(config: SftConfig) -> None:
-    """Hand a valid configuration over."""
-    from verl_rc.driver.sft import train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
+    """Load what the configuration names, train, and say where the model is.
 
-    train_sft(config)
+    Raises ``ConfigError`` when the model or the data cannot be used.
+    """
+    # Threads that spin while they wait cost tenfold when another process needs the core; read when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from verl_rc.driver.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
+
+    console = Console(stderr=True)
+    try:
+        setup = load_sft(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    result = train_sft(setup, console)
+    console.print(
+        f"SFT: {result.steps} steps, held-out accuracy {result.validation.accuracy:.3f}, model in {result.folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def main() -> None:

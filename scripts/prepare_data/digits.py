@@ -76,7 +76,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=None, help="digits per problem (default: 10 to sort, 5 to add)")
     parser.add_argument("--num_train", type=int, default=20480, help="RL training problems")
     parser.add_argument("--num_val", type=int, default=256, help="RL validation problems")
-    parser.add_argument("--num_sft", type=int, default=16384, help="worked examples to train on")
+    parser.add_argument("--num_sft", type=int, default=8192, help="worked examples to train on")
     parser.add_argument("--num_sft_val", type=int, default=256, help="worked examples that say when to stop")
     parser.add_argument("--seed", type=int, default=1, help="seed of all problems")
     return parser.parse_args(arguments)

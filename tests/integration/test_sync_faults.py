@@ -71,7 +71,7 @@ def test_a_skipped_sync_is_found_by_the_steps_own_rollouts_too(healthy_run: Run)
 
 def test_one_tensor_that_is_not_sent(healthy_run: Run) -> None:
     plant(healthy_run, "one_tensor_not_sent")
-    with pytest.raises(SyncProofError, match="all 2[0-9] tensors must be sent, missing"):
+    with pytest.raises(SyncProofError, match=r"all 2[0-9] tensors must be sent, missing"):
         publish(replace(healthy_run, manifest=healthy_run.manifest))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import ray
 
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 
 
@@ -25,7 +26,7 @@ class Placement:
 def plan_placement(config: RunConfig) -> Placement:
     """Decide the processes of a run on the connected cluster.
 
-    Raises ``ValueError`` when there are fewer devices than asked for: GPUs on a GPU cluster, cores on a CPU (one per
+    Raises ``ConfigError`` when there are fewer devices than asked for: GPUs on a GPU cluster, cores on a CPU (one per
     rank).
     """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
@@ -35,13 +36,13 @@ def plan_placement(config: RunConfig) -> Placement:
     engine_devices = (rollout.nnodes or trainer.nnodes) * (rollout.n_gpus_per_node or trainer.n_gpus_per_node)
     num_engines = engine_devices // rollout.tensor_model_parallel_size
     if device == "cuda" and gpus < num_ranks:
-        raise ValueError(
+        raise ConfigError(
             f"trainer.nnodes x trainer.n_gpus_per_node = {num_ranks} GPUs are needed, the cluster has {gpus}. "
             "Lower trainer.n_gpus_per_node, or pass trainer.device=cpu to train on the CPU."
         )
     cores = os.cpu_count() or 1
     if device == "cpu" and max(trainer.n_gpus_per_node, engine_devices // trainer.nnodes) > cores:
-        raise ValueError(
+        raise ConfigError(
             "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
             f"{trainer.n_gpus_per_node} and {num_engines} engines were asked for, this machine has {cores} cores. "
             f"Pass trainer.n_gpus_per_node={min(cores, 1)} (on a CPU it means trainer ranks)."

@@ -1,8 +1,7 @@
 """Starting Ray on this machine, or joining a running cluster. Imports nothing heavy, so it can run while torch loads."""
 
 import os
-import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -11,27 +10,16 @@ from verl_rc.config.trainer import RayInitConfig
 
 _OBJECT_STORE_BYTES = 512 << 20
 _SPARE_CPUS = 8
+_RAY_STARTER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-ray")
 
 
 def start_ray_in_background(config: RayInitConfig, num_processes: int) -> "Future[None]":
     """Start Ray in a thread and return at once; the future's result, or its error, comes when Ray is up.
 
-    The thread stays alive until the process ends: Ray asks the kernel to kill its processes when their parent dies
-    (PR_SET_PDEATHSIG), and to the kernel the parent is the thread that started them.
+    The thread must stay alive until the process ends: Ray asks the kernel to kill its processes when their parent dies
+    (PR_SET_PDEATHSIG), and to the kernel the parent is the thread that started them. An executor keeps its thread.
     """
-    started: Future[None] = Future()
-
-    def start() -> None:
-        try:
-            start_ray(config, num_processes)
-            started.set_result(None)
-        except BaseException as error:  # noqa: BLE001  (handed to whoever waits for the future)
-            started.set_exception(error)
-            return
-        threading.Event().wait()
-
-    threading.Thread(target=start, name="start-ray", daemon=True).start()
-    return started
+    return _RAY_STARTER.submit(start_ray, config, num_processes)
 
 
 def start_ray(config: RayInitConfig, num_processes: int) -> None:

@@ -1,7 +1,8 @@
 """From command line and YAML to a valid configuration: the only module that knows Hydra and OmegaConf.
 
 Hydra composes what was *given* (over an empty tree, so that nothing has two defaults); the schema adds the defaults
-and decides. """
+and decides.
+"""
 
 import re
 import sys
@@ -68,7 +69,8 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
 
 def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: str) -> None:
     """Process entry: load ``sys.argv``, run, and exit 0; 2 for a configuration mistake, 1 for a failure, 130 for
-    Ctrl-C."""
+    Ctrl-C.
+    """
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(f"python -m {prog} key=value …   (keys: docs/configuration.md)\n")
@@ -116,7 +118,8 @@ def options_as_arguments(options: Mapping[str, str]) -> list[str]:
 
 def save_resolved_config(config: StrictModel, folder: Path) -> Path:
     """Write every value of ``config`` to ``resolved_config.yaml``; the file can be given back with
-    ``--config-name``."""
+    ``--config-name``.
+    """
     path = folder / "resolved_config.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
     return path

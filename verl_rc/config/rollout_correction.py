@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from verl_rc.config.rejection_rules import REJECTION_RULES, RejectionRule, nearest_name, parse_rules
 from verl_rc.config.rollout_correction_presets import PRESETS, PresetConstructors, preset_fields
@@ -85,9 +85,11 @@ class RolloutCorrectionConfig(PresetConstructors):
 
     @field_validator("rollout_rs_threshold", mode="before")
     @classmethod
-    def _canonical_rejection_thresholds(cls, value: object) -> object:
+    def _canonical_rejection_thresholds(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return None
+        if _is_one_band(value, info.data.get("rollout_rs")):
+            value = [value]
         specs = [parse_threshold(spec, f"{_SECTION}.rollout_rs_threshold") for spec in threshold_specs(value)]
         return _as_number_or_text(specs[0]) if len(specs) == 1 else ",".join(map(str, specs))
 
@@ -177,6 +179,12 @@ def _check_bound(rule: RejectionRule, bound: Threshold, key: str) -> None:
         raise ValueError(f"{key} must be one upper bound; got {bound}, pass {bound.upper}")
     if rule.bounds_ratio and bound.reciprocal_lower > bound.upper:
         raise ValueError(f"{key} as one number u means 1/u to u and must be >= 1; got {bound}, pass {1 / bound.upper:g}")
+
+
+def _is_one_band(value: object, rules: object) -> bool:
+    """Whether a list of two numbers means lower and upper bound: there is one rule, and it takes a band."""
+    one_rule = isinstance(rules, str) and rules in REJECTION_RULES and REJECTION_RULES[rules].bounds_ratio
+    return one_rule and isinstance(value, (list, tuple)) and [type(part) in (int, float) for part in value] == [True, True]
 
 
 def _as_number_or_text(threshold: Threshold) -> float | str:

@@ -1,6 +1,5 @@
 """Named choices of rollout correction: the names of every verl release since 2025, each resolving to fields of today."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -239,7 +238,3 @@ class PresetConstructors(StrictModel):
 
 def _band(lower: float, upper: float) -> str:
     return f"{lower!r}_{upper!r}"
-
-
-MAX_WEIGHT = math.exp(20.0)
-"""No weight is larger, whatever the threshold: log-ratios are bounded by 20 before exp."""

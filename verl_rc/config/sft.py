@@ -1,41 +1,50 @@
 """WHAT a supervised warm start is."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from verl_rc.config.base import StrictModel
 
 
 class SftModelConfig(StrictModel):
-    """The model to train."""
+    """``model.*``: the model to train."""
 
     path: str
     """Hugging Face model folder or hub id to start from."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
     trust_remote_code: bool = False
     """Allow code that comes with the model."""
 
 
 class SftDataConfig(StrictModel):
-    """Worked examples."""
+    """``data.*``: worked examples."""
 
-    train_files: list[str] | str
-    """Parquet files of training examples."""
-    val_files: list[str] | str
-    """Parquet files of held-out examples: validation loss and accuracy."""
+    train_files: list[str] = Field(min_length=1)
+    """Files of training examples (one path, or a list)."""
+    val_files: list[str] = Field(min_length=1)
+    """Files of held-out examples (one path, or a list): validation loss and accuracy."""
     messages_key: str = "messages"
     """Column with chat messages, the last one the assistant's answer."""
     train_batch_size: int = Field(128, ge=1)
     """Examples per optimizer step."""
-    max_length: int = Field(512, ge=2)
+    max_length: int = Field(1024, ge=2)
     """Longest example, tokens of prompt and answer; a longer one is refused."""
-    max_val_samples: int = Field(128, ge=1)
-    """Held-out examples used in each validation."""
+    max_token_len_per_gpu: int = Field(16384, ge=2)
+    """Tokens of one forward pass; a step's examples are packed into as many passes as they need."""
+    val_max_samples: int = Field(256, ge=1)
+    """Held-out examples used in each validation, the first of the files."""
+
+    @field_validator("train_files", "val_files", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
 
 class SftOptimConfig(StrictModel):
-    """AdamW at a constant learning rate."""
+    """``optim.*``: AdamW at a constant learning rate, because RL gains little on a policy whose rate was annealed away."""
 
     lr: float = Field(1e-3, gt=0)
-    """Learning rate. Constant, because RL gains little on a policy whose rate was annealed away."""
+    """Learning rate. The default suits a model of a million parameters; 1e-5 is usual for billions."""
     betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2)
     """Decay rates of AdamW's moments."""
     weight_decay: float = Field(0.0, ge=0)
@@ -45,14 +54,14 @@ class SftOptimConfig(StrictModel):
 
 
 class SftTrainerConfig(StrictModel):
-    """Length, stopping and output."""
+    """``trainer.*``: length, stopping and output."""
 
     output_dir: str
     """Folder for the trained model: config, safetensors, tokenizer."""
-    total_steps: int = Field(120, ge=1)
+    total_training_steps: int = Field(120, ge=1)
     """Optimizer steps at most."""
-    val_freq: int = Field(3, ge=1)
-    """Steps between validations."""
+    test_freq: int = Field(3, ge=1)
+    """Steps between validations; the last step always validates."""
     stop_at_accuracy: float | None = Field(None, gt=0, le=1)
     """Stop once greedy exact-match accuracy on held-out examples reaches this share; null: run all steps."""
     seed: int = 1

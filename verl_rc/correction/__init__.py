@@ -1,15 +1,22 @@
 """ROLLOUT CORRECTION: measure the gap between trainer and rollout policy, weigh and reject what it biases. Pure."""
 
 from verl_rc.correction.apply import CorrectionResult, apply, compute_rollout_correction
+from verl_rc.correction.context import RowContext
 from verl_rc.correction.diagnostics import correction_metrics
+from verl_rc.correction.finite import NonFiniteLogProbError, require_finite
 from verl_rc.correction.measure import measure
+from verl_rc.correction.moments import Numbers
 from verl_rc.correction.statistics import CorrectionStatistics
 
 __all__ = [
     "CorrectionResult",
     "CorrectionStatistics",
+    "NonFiniteLogProbError",
+    "Numbers",
+    "RowContext",
     "apply",
     "compute_rollout_correction",
     "correction_metrics",
     "measure",
+    "require_finite",
 ]

@@ -1,17 +1,23 @@
 """APPLY: weights and keep mask, from log-probs and the statistics of everything that is corrected together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction.diagnostics import correction_metrics
-from verl_rc.correction.importance import applied_weights
-from verl_rc.correction.log_ratio import log_ratio
-from verl_rc.correction.measure import measure
-from verl_rc.correction.rejection import keep_mask, rule_statistics
+from verl_rc.correction.context import RowContext, group_slots, version_ages
+from verl_rc.correction.diagnostics import SMALLEST_NORMALISER
+from verl_rc.correction.finite import require_finite
+from verl_rc.correction.importance import weighted_tokens
+from verl_rc.correction.log_ratio import LogRatio, check_shapes, log_ratio
+from verl_rc.correction.measure import Sweep, TokenDecision, decide_tokens, row_chunks
+from verl_rc.correction.rejection import row_keep
+from verl_rc.correction.resolved import ResolvedCorrection
+from verl_rc.correction.rows import Columns, concatenate, deciding_columns
 from verl_rc.correction.statistics import CorrectionStatistics
+from verl_rc.correction.weight_statistics import row_level_weights
 
 
 @dataclass(frozen=True)
@@ -21,13 +27,60 @@ class CorrectionResult:
     weights: Tensor | None
     """``[B, T]``, constants, 0 outside the response mask; None when ``rollout_is`` is null."""
     keep_mask: Tensor
-    """bool ``[B, T]``: what takes part in the loss; True outside the response mask."""
+    """bool ``[B, T]``: what takes part in the policy loss; True on padding of rows that are not rejected as a whole."""
+    rejected_rows: Tensor
+    """bool ``[B]``: rows with response tokens of which none is kept."""
     statistics: CorrectionStatistics
+    """What was measured, before rejection."""
     config: RolloutCorrectionConfig
+    """What was asked for."""
 
     def metrics(self) -> dict[str, float]:
         """``rollout_corr/*`` by name; one copy from the device."""
-        return correction_metrics(self.statistics, self.config)
+        return self.statistics.metrics(self.config)
+
+
+def compute_rollout_correction(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    config: RolloutCorrectionConfig,
+    advantages: Tensor | None = None,
+    group_ids: Tensor | Sequence[str] | Sequence[int] | None = None,
+    policy_versions: Tensor | None = None,
+    *,
+    scores: Tensor | None = None,
+    current_version: int | None = None,
+) -> CorrectionResult:
+    """Measure and apply rollout correction on a whole batch.
+
+    ``train_log_probs`` and ``rollout_log_probs`` are ``[B, T]`` in nats, ``response_mask`` is ``[B, T]``; the ratio is always
+    train over rollout. The rest serves ``diagnostics=full``: ``advantages`` ``[B, T]``, ``group_ids`` (an id of its prompt
+    for each row), ``policy_versions`` int ``[B, T]`` or ``[B]`` (ages count from ``current_version``, else from the newest
+    one), outcome ``scores`` ``[B]`` (above 0: correct). Raises ``ValueError`` when shapes differ, and under
+    ``nonfinite_logprob=raise`` when a log-prob is not finite.
+    """
+    check_shapes(train_log_probs, rollout_log_probs, response_mask)
+    context = RowContext(
+        group_slots=None if group_ids is None else group_slots(group_ids, train_log_probs.device),
+        ages=None if policy_versions is None else version_ages(policy_versions, response_mask, current_version),
+        advantages=advantages,
+        scores=scores,
+    )
+    resolved = ResolvedCorrection.of(config)
+    outputs = _Outputs(train_log_probs, rollout_log_probs, resolved)
+    sweep = Sweep(resolved)
+    with torch.no_grad():
+        for rows in row_chunks(train_log_probs):
+            ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
+            decision = decide_tokens(ratio, resolved)
+            sweep.add(ratio, train_log_probs[rows], decision, context.rows(rows))
+            outputs.write(rows, ratio, decision)
+        statistics = sweep.statistics(context)
+        rejected = outputs.finish(sweep.columns(), statistics)
+    if config.nonfinite_logprob == "raise":
+        require_finite(statistics.metrics(config), config)
+    return CorrectionResult(outputs.weights, outputs.keep, rejected, statistics, config)
 
 
 def apply(
@@ -39,39 +92,63 @@ def apply(
 ) -> tuple[Tensor | None, Tensor]:
     """Weights (or None) and keep mask of some rows, given the statistics of the whole batch they belong to.
 
-    Batch normalisation divides by the batch's mean weight: over tokens at token level, over rows at sequence level.
+    Batch normalisation divides by the batch's mean weight: over tokens, or over rows where a row has one weight. Raises
+    ``ValueError`` when shapes differ.
     """
-    ratio = log_ratio(train_log_probs, rollout_log_probs, response_mask, config)
-    keep = keep_mask(ratio, rule_statistics(ratio, config))
-    if config.rollout_is is None:
-        return None, keep
-    weights = applied_weights(ratio, config)
-    if config.nonfinite_logprob == "neutral":
-        weights = torch.where(ratio.response_mask & ~ratio.valid, 1.0, weights)
-    if config.rollout_is_batch_normalize:
-        name, count = ("is", "tokens") if config.rollout_is == "token" else ("is_row", "rows")
-        mean = 1.0 + statistics.sums[f"{name}.sum"] / statistics.sums[count].clamp_min(1)
-        weights = weights / torch.where(mean > 1e-8, mean, 1.0).to(weights.dtype)
-    return weights, keep
+    check_shapes(train_log_probs, rollout_log_probs, response_mask)
+    resolved = ResolvedCorrection.of(config)
+    outputs = _Outputs(train_log_probs, rollout_log_probs, resolved)
+    parts: list[Columns] = []
+    with torch.no_grad():
+        for rows in row_chunks(train_log_probs):
+            ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
+            decision = decide_tokens(ratio, resolved)
+            columns = deciding_columns(ratio, resolved.rules, config)
+            columns["token_kept"] = (ratio.response_mask & decision.keep).sum(dim=-1).double()
+            parts.append(columns)
+            outputs.write(rows, ratio, decision)
+        outputs.finish(concatenate(parts), statistics)
+    return outputs.weights, outputs.keep
 
 
-def compute_rollout_correction(
-    train_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    config: RolloutCorrectionConfig,
-    advantages: Tensor | None = None,
-    group_ids: Tensor | None = None,
-    policy_versions: Tensor | None = None,
-) -> CorrectionResult:
-    """Measure and apply rollout correction on a whole batch.
+class _Outputs:
+    """Weights and keep mask, written chunk by chunk and finished in place once all rows are known."""
 
-    ``train_log_probs`` and ``rollout_log_probs`` are ``[B, T]`` in nats, ``response_mask`` bool ``[B, T]``. The
-    ratio is always
-    train over rollout. ``advantages``, ``group_ids`` and ``policy_versions`` serve methods and diagnostics that look
-    at them.
-    Raises ``ValueError`` when shapes differ, and under ``nonfinite_logprob=raise`` when a log-prob is not finite.
-    """
-    statistics = measure(train_log_probs, rollout_log_probs, response_mask, config)
-    weights, keep = apply(train_log_probs, rollout_log_probs, response_mask, config, statistics)
-    return CorrectionResult(weights, keep, statistics, config)
+    def __init__(self, train_log_probs: Tensor, rollout_log_probs: Tensor, resolved: ResolvedCorrection) -> None:
+        self._resolved = resolved
+        dtype = torch.promote_types(torch.promote_types(train_log_probs.dtype, rollout_log_probs.dtype), torch.float32)
+        shape, device = train_log_probs.shape, train_log_probs.device
+        has_weights = resolved.threshold is not None
+        self.weights = torch.empty(shape, dtype=dtype, device=device) if has_weights else None
+        self.keep = torch.empty(shape, dtype=torch.bool, device=device)
+
+    def write(self, rows: slice, ratio: LogRatio, decision: TokenDecision) -> None:
+        """Token-level weights (or where a row's weight belongs) and the token rules' verdict."""
+        self.keep[rows] = decision.keep
+        if self.weights is not None:
+            weighted = weighted_tokens(ratio, self._resolved.config)
+            applied = decision.weights.applied.masked_fill(~weighted, 0.0) if decision.weights is not None else weighted
+            self.weights[rows] = applied.to(self.weights.dtype)
+
+    def finish(self, columns: Columns, statistics: CorrectionStatistics) -> Tensor:
+        """Apply what holds for whole rows, and the batch's normaliser; returns the rejected rows, bool ``[B]``."""
+        resolved = self._resolved
+        kept_rows = row_keep(columns, resolved.rules, resolved.config)
+        self.keep &= kept_rows[:, None]
+        if self.weights is not None:
+            scale = torch.ones_like(columns["tokens"])
+            if resolved.has_row_weights:
+                scale = row_level_weights(columns, resolved)[1]
+            if resolved.config.rollout_is_batch_normalize:
+                scale = scale / _normaliser(statistics, resolved.config)
+            if resolved.has_row_weights or resolved.config.rollout_is_batch_normalize:
+                self.weights *= scale[:, None].to(self.weights.dtype)
+        response = columns["response_tokens"]
+        return (response > 0) & ~(kept_rows & (columns["token_kept"] > 0))
+
+
+def _normaliser(statistics: CorrectionStatistics, config: RolloutCorrectionConfig) -> Tensor:
+    """The batch's mean weight as a scalar on the device; 1 where that is 0."""
+    name, count = ("is_row", "rows") if config.weight_is_per_row else ("is", "tokens")
+    mean = 1.0 + statistics.sum_of(f"{name}.sum") / statistics.sum_of(count).clamp_min(1.0)
+    return torch.where(mean > SMALLEST_NORMALISER, mean, 1.0)

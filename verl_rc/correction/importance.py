@@ -1,4 +1,4 @@
-"""Importance weights: the ratio pi_train / pi_rollout per token or per sequence, truncated or cut to a band."""
+"""Importance weights: the ratio pi_train / pi_rollout of a token, a prefix or a sequence, truncated or cut to a band."""
 
 import torch
 from torch import Tensor
@@ -8,23 +8,32 @@ from verl_rc.config.thresholds import Threshold
 from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio
 
 
-def raw_weights(ratio: LogRatio, level: str) -> Tensor:
-    """Unbounded-by-threshold weights ``[B, T]``, 0 outside ``ratio.valid``.
+def token_weights(ratio: LogRatio, level: str) -> Tensor:
+    """Raw weights ``[B, T]`` of the levels at which every token has its own: ``token`` and ``prefix``.
 
-    token: ``rho_t = exp(clip(l_t, ±20))``; sequence: ``exp(clip(sum_t l_t, ±20))`` on every token of the row.
+    token: ``rho_t = exp(l_t)``, which corrects the action but not the states; prefix: ``exp(sum_{s<=t} l_s)``, which
+    corrects both (per-decision importance sampling: Precup, Sutton and Singh 2000). Log-weights are bounded by ±20.
     """
     if level == "token":
-        log_weights = ratio.bounded
-    else:
-        log_weights = ratio.row_sums.clamp(-SAFETY_BOUND, SAFETY_BOUND)[:, None].expand_as(ratio.values)
-    return torch.where(ratio.valid, log_weights.exp(), 0.0)
+        return ratio.excess + 1.0
+    return ratio.values.cumsum(dim=-1).clamp_(-SAFETY_BOUND, SAFETY_BOUND).exp_()
+
+
+def row_weights(row_sums: Tensor, tokens: Tensor, level: str) -> Tensor:
+    """Raw weights ``[B]`` of the levels at which a row has one: ``sequence`` and ``geometric``.
+
+    ``row_sums`` holds each row's sum of token log-ratios, ``tokens`` how many they are. sequence: ``exp(sum_t l_t)``, the
+    unbiased ratio of whole responses; geometric: ``exp(mean_t l_t)``, which does not grow with length. Log-weights are
+    bounded by ±20.
+    """
+    logs = row_sums if level == "sequence" else row_sums / tokens.clamp_min(1.0)
+    return logs.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
 
 
 def bounded_weights(weights: Tensor, threshold: Threshold) -> Tensor:
-    """Truncation ``min(w, upper)`` (truncated importance sampling, Ionides 2008), or with a lower bound the band of
-    IcePop.
+    """Truncation ``min(w, upper)`` (Ionides 2008), or with a lower bound the band of IcePop (arXiv:2510.18855).
 
-    IcePop (arXiv:2510.18855) keeps ``w`` where ``lower <= w <= upper`` and puts 0 elsewhere.
+    Any shape. IcePop keeps ``w`` where ``lower <= w <= upper`` and puts 0 elsewhere.
     """
     if threshold.lower is None:
         return weights.clamp_max(threshold.upper)
@@ -32,7 +41,6 @@ def bounded_weights(weights: Tensor, threshold: Threshold) -> Tensor:
     return torch.where(inside, weights, 0.0)
 
 
-def applied_weights(ratio: LogRatio, config: RolloutCorrectionConfig) -> Tensor:
-    """The weights after truncation or band, before batch normalisation, ``[B, T]``."""
-    assert config.rollout_is is not None
-    return bounded_weights(raw_weights(ratio, config.rollout_is), config.weight_threshold())
+def weighted_tokens(ratio: LogRatio, config: RolloutCorrectionConfig) -> Tensor:
+    """bool ``[B, T]``: tokens with a weight: the valid ones; with ``nonfinite_logprob=neutral`` all response tokens."""
+    return ratio.response_mask if config.nonfinite_logprob == "neutral" else ratio.valid

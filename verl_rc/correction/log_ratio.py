@@ -1,75 +1,91 @@
 """Log-ratios of two policies on sampled tokens: train minus rollout, never the other sign."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.tensor_ops import masked_row_sums
-
 SAFETY_BOUND = 20.0
-"""Log-ratios (or their sums) are bounded by ±20 before exp: e^20 = 4.85e8."""
+"""Log-ratios (or their sums and means) are bounded by ±20 before exp: e^20 = 4.85e8."""
 
 
 @dataclass(frozen=True)
 class LogRatio:
-    """``log pi_train - log pi_rollout`` and what it is read with."""
+    """``l = log pi_train - log pi_rollout`` of some rows in float64, and what is derived from it, each computed once.
+
+    Everything ``[B, T]`` is 0 where ``valid`` is False, so plain sums over it are masked sums.
+    """
 
     values: Tensor
-    """float32 or float64 ``[B, T]``, nats, unbounded; 0 where ``valid`` is False."""
+    """``[B, T]``, nats, unbounded."""
     valid: Tensor
     """bool ``[B, T]``: response tokens with two finite log-probs."""
     response_mask: Tensor
-    """bool ``[B, T]``."""
-    rejected: Tensor
-    """bool ``[B, T]``: response tokens that the policy for non-finite log-probs rejects."""
+    """bool ``[B, T]``: tokens the policy produced."""
 
-    @property
+    @cached_property
     def bounded(self) -> Tensor:
-        """Token log-ratios within ±``SAFETY_BOUND``."""
+        """Token log-ratios within ±``SAFETY_BOUND``, ``[B, T]``."""
         return self.values.clamp(-SAFETY_BOUND, SAFETY_BOUND)
 
-    @property
-    def row_counts(self) -> Tensor:
-        """Valid tokens of each row ``[B]``."""
-        return self.valid.sum(dim=-1)
+    @cached_property
+    def excess(self) -> Tensor:
+        """``rho - 1 = exp(bounded l) - 1``, ``[B, T]``, exact near 0."""
+        return torch.expm1(self.bounded)
 
-    @property
-    def row_sums(self) -> Tensor:
-        """Sum of each row's unbounded token log-ratios ``[B]``."""
-        return self.values.sum(dim=-1)
+    @cached_property
+    def k1(self) -> Tensor:
+        """``-l``, ``[B, T]``."""
+        return -self.bounded
 
-    def row_means(self, values: Tensor) -> Tensor:
-        """Mean of ``values`` ``[B, T]`` over each row's valid tokens ``[B]``; 0 for a row without any."""
-        return masked_row_sums(values, self.valid) / self.row_counts.clamp_min(1)
+    @cached_property
+    def k2(self) -> Tensor:
+        """``l^2 / 2``, ``[B, T]``."""
+        return self.bounded.square().mul_(0.5)
+
+    @cached_property
+    def k3(self) -> Tensor:
+        """``exp(l) - 1 - l >= 0``, ``[B, T]``."""
+        return (self.excess - self.bounded).clamp_min_(0.0)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Valid tokens of each row, float64 ``[B]``."""
+        return self.valid.sum(dim=-1).double()
+
+    @cached_property
+    def response_tokens(self) -> Tensor:
+        """Response tokens of each row, float64 ``[B]``."""
+        return self.response_mask.sum(dim=-1).double()
+
+    def divergence(self, name: str) -> Tensor:
+        """``k1``, ``k2`` or ``k3`` by name."""
+        return {"k1": lambda: self.k1, "k2": lambda: self.k2, "k3": lambda: self.k3}[name]()
+
+    def row_max(self, values: Tensor) -> Tensor:
+        """Largest of ``values`` ``[B, T]`` over each row's valid tokens, ``[B]``; -inf for a row without any."""
+        if values.shape[-1] == 0:
+            return values.new_full(values.shape[:1], -torch.inf)
+        return values.masked_fill(~self.valid, -torch.inf).amax(dim=-1)
 
 
-def log_ratio(
-    train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
-) -> LogRatio:
-    """Log-ratios of the response tokens; no gradient flows through them.
-
-    A token whose log-prob is not finite in either policy takes part in no statistic; ``config.nonfinite_logprob``
-    decides whether
-    it, or its whole row, is rejected (never given the largest weight). Raises ``ValueError`` when shapes differ or
-    the mask is not boolean.
-    """
+def check_shapes(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> None:
+    """Raise ``ValueError`` unless all three have one shape ``[B, T]``."""
     if not train_log_probs.shape == rollout_log_probs.shape == response_mask.shape or train_log_probs.ndim != 2:
         raise ValueError(
-            "train_log_probs, rollout_log_probs and response_mask must have one shape [B, T], got "
-            f"{list(train_log_probs.shape)}, {list(rollout_log_probs.shape)} and {list(response_mask.shape)}."
+            "train_log_probs, rollout_log_probs and response_mask must have one shape [B, T]; got "
+            f"{list(train_log_probs.shape)}, {list(rollout_log_probs.shape)} and {list(response_mask.shape)}"
         )
+
+
+def log_ratio(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> LogRatio:
+    """Log-ratios of the response tokens; no gradient flows through them.
+
+    Arguments are ``[B, T]``, log-probs in nats. A token whose log-prob is not finite under either policy is not ``valid``: it
+    takes part in no statistic and has log-ratio 0 here. What stands outside the mask is never read.
+    """
     mask = response_mask.bool()
-    train, rollout = train_log_probs.detach(), rollout_log_probs.detach()
-    finite = torch.isfinite(train) & torch.isfinite(rollout)
-    valid = mask & finite
-    values = torch.where(valid, train, 0.0) - torch.where(valid, rollout, 0.0)
-    nonfinite = mask & ~finite
-    if config.nonfinite_logprob == "neutral":
-        rejected = torch.zeros_like(mask)
-    elif config.nonfinite_logprob == "reject_token":
-        rejected = nonfinite
-    else:
-        rejected = nonfinite.any(dim=-1, keepdim=True) & mask
-    return LogRatio(values, valid, mask, rejected)
+    difference = train_log_probs.detach().double() - rollout_log_probs.detach().double()
+    valid = difference.isfinite() & mask
+    return LogRatio(difference.masked_fill_(~valid, 0.0), valid, mask)

@@ -1,43 +1,149 @@
-"""MEASURE: everything the metrics, and the application of weights, need to know about some rows."""
+"""MEASURE: everything the metrics, and the normalisation of weights, need to know about some rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction.importance import applied_weights, raw_weights
-from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, log_ratio
-from verl_rc.correction.rejection import RuleStatistic, kept_by, rule_statistics
-from verl_rc.correction.statistics import CorrectionStatistics, StatisticsBuilder
+from verl_rc.correction.accounting import accounting_columns, accounting_sums
+from verl_rc.correction.context import NUM_AGES, RowContext
+from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
+from verl_rc.correction.importance import bounded_weights, token_weights
+from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, check_shapes, log_ratio
+from verl_rc.correction.rejection import BoundedRule, row_keep, row_statistic, token_keep
+from verl_rc.correction.resolved import ResolvedCorrection
+from verl_rc.correction.rows import (
+    Columns,
+    TokenWeights,
+    age_columns,
+    concatenate,
+    deciding_columns,
+    describing_columns,
+    real_rows,
+    token_rule_columns,
+    weight_columns,
+)
+from verl_rc.correction.statistics import CorrectionStatistics
+from verl_rc.correction.weight_statistics import prompt_columns, weight_maxima, weight_sums
+
+_CHUNK_TOKENS = {"cpu": 1 << 16}
+_CHUNK_TOKENS_ON_ACCELERATORS = 1 << 22
 
 
 def measure(
-    train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    config: RolloutCorrectionConfig,
+    context: RowContext | None = None,
 ) -> CorrectionStatistics:
-    """Mergeable statistics of ``[B, T]`` log-probs (nats); ``train`` is the proximal policy (decoupled) or the
-    current one (bypass).
+    """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Rows without response tokens never count.
 
-    All of them are taken before rejection. Rows without response tokens never count.
+    ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises ``ValueError`` when
+    shapes differ.
     """
-    ratio = log_ratio(train_log_probs, rollout_log_probs, response_mask, config)
-    builder = StatisticsBuilder()
-    row_is_real = ratio.row_counts > 0
-    builder.count("tokens", ratio.valid)
-    builder.count("response_tokens", ratio.response_mask)
-    builder.count("rows", row_is_real)
-    _measure_gap(builder, train_log_probs, rollout_log_probs, ratio)
-    if config.rollout_is is not None:
-        _measure_weights(builder, ratio, config)
-    if config.rollout_rs is not None:
-        _measure_rejection(builder, ratio, config)
-    return builder.build()
+    check_shapes(train_log_probs, rollout_log_probs, response_mask)
+    resolved, context = ResolvedCorrection.of(config), context or RowContext()
+    sweep = Sweep(resolved)
+    with torch.no_grad():
+        for rows in row_chunks(train_log_probs):
+            ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
+            sweep.add(ratio, train_log_probs[rows], decide_tokens(ratio, resolved), context.rows(rows))
+        return sweep.statistics(context)
 
 
-def _measure_gap(builder: StatisticsBuilder, train_log_probs: Tensor, rollout_log_probs: Tensor, ratio: LogRatio) -> None:
-    rows = ratio.row_counts > 0
-    train = ratio.row_means(train_log_probs.detach())
-    rollout = ratio.row_means(rollout_log_probs.detach())
-    difference = rollout - train
-    columns = {
+def row_chunks(like: Tensor) -> Iterator[slice]:
+    """Slices of rows small enough that the temporaries of one chunk are few megabytes on a CPU (they stay in its cache)."""
+    rows, width = like.shape
+    tokens = _CHUNK_TOKENS.get(like.device.type, _CHUNK_TOKENS_ON_ACCELERATORS)
+    step = max(1, tokens // max(width, 1))
+    for start in range(0, max(rows, 1), step):
+        yield slice(start, min(start + step, rows))
+
+
+@dataclass(frozen=True)
+class TokenDecision:
+    """What token-level methods decide about some rows."""
+
+    weights: TokenWeights | None
+    """Token-level weights; None when a row has one weight or none."""
+    keep: Tensor
+    """bool ``[B, T]``: kept by the token rules."""
+
+
+def decide_tokens(ratio: LogRatio, resolved: ResolvedCorrection) -> TokenDecision:
+    """Token-level weights and token rules on some rows."""
+    weights = None
+    if resolved.has_token_weights:
+        assert resolved.config.rollout_is is not None
+        assert resolved.threshold is not None
+        raw = token_weights(ratio, resolved.config.rollout_is)
+        weights = TokenWeights(raw, bounded_weights(raw, resolved.threshold))
+    return TokenDecision(weights, token_keep(ratio, resolved.rules, resolved.config))
+
+
+class Sweep:
+    """Collects per-row columns chunk by chunk, then computes the statistics of all rows from them."""
+
+    def __init__(self, resolved: ResolvedCorrection) -> None:
+        self._resolved = resolved
+        self._parts: list[Columns] = []
+        self._histogram: Tensor | None = None
+
+    def add(self, ratio: LogRatio, train_log_probs: Tensor, decision: TokenDecision, context: RowContext) -> None:
+        """Look at the tokens of one chunk."""
+        resolved, full = self._resolved, self._resolved.full
+        columns = deciding_columns(ratio, resolved.rules, resolved.config)
+        columns |= describing_columns(ratio, train_log_probs, full)
+        if decision.weights is not None and resolved.threshold is not None:
+            columns |= weight_columns(ratio, decision.weights, resolved.threshold, full)
+        for bounded in resolved.rules:
+            if bounded.rule.is_per_token:
+                columns |= token_rule_columns(ratio, bounded)
+        columns |= accounting_columns(ratio, decision.keep, resolved, context.advantages)
+        if full:
+            columns |= age_columns(ratio, context.ages, NUM_AGES)
+            counts = log_ratio_histogram(ratio.values, ratio.valid)
+            self._histogram = counts if self._histogram is None else self._histogram + counts
+        self._parts.append(columns)
+
+    def columns(self) -> Columns:
+        """The columns of all rows."""
+        return concatenate(self._parts)
+
+    def statistics(self, context: RowContext) -> CorrectionStatistics:
+        """The statistics of all rows."""
+        return _statistics(self.columns(), self._histogram, self._resolved, context)
+
+
+def _statistics(
+    columns: Columns, histogram: Tensor | None, resolved: ResolvedCorrection, context: RowContext
+) -> CorrectionStatistics:
+    kept_rows = row_keep(columns, resolved.rules, resolved.config)
+    sums, maxima = _gap(columns, resolved.full)
+    if resolved.threshold is not None:
+        sums |= weight_sums(columns, resolved)
+        maxima |= weight_maxima(columns, resolved)
+        if resolved.full:
+            sums |= prompt_columns(columns, resolved, context.group_slots)
+    for bounded in resolved.rules:
+        rule_sums, rule_maxima = _rule(columns, bounded)
+        sums |= rule_sums
+        maxima |= rule_maxima
+    sums |= accounting_sums(columns, kept_rows, resolved, context.scores)
+    return CorrectionStatistics.from_columns(sums, maxima, _histograms(columns, histogram))
+
+
+def _gap(columns: Columns, full: bool) -> tuple[Columns, Columns]:
+    """How far the policies are apart: every row's share in the sums, and its extremes."""
+    real, tokens = real_rows(columns), columns["tokens"].clamp_min(1.0)
+    train, difference = columns["train"] / tokens, -columns["log_ratio"] / tokens
+    rollout = train + difference
+    bounded_sums = columns["log_ratio"].clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    per_row = {
+        "rows": torch.ones_like(tokens),
         "training_ppl": (-train).exp(),
         "training_log_ppl": -train,
         "rollout_ppl": (-rollout).exp(),
@@ -45,77 +151,75 @@ def _measure_gap(builder: StatisticsBuilder, train_log_probs: Tensor, rollout_lo
         "log_ppl_diff": difference,
         "log_ppl_abs_diff": difference.abs(),
         "ppl_ratio": difference.exp(),
-        "chi2_seq": torch.expm1(2 * ratio.row_sums.clamp(-SAFETY_BOUND, SAFETY_BOUND).double()),
+        "chi2_seq": torch.expm1(2.0 * bounded_sums),
+        "safety_clamped_rows": (columns["log_ratio"].abs() > SAFETY_BOUND).double(),
     }
-    for name, column in columns.items():
-        builder.total(name, column, rows)
-    builder.extremes("log_ppl_diff", difference, rows)
-    builder.total("kl", -ratio.values, ratio.valid)
-    builder.total("k3_kl", torch.expm1(ratio.bounded) - ratio.bounded, ratio.valid)
-    builder.total("chi2_token", torch.expm1(2 * ratio.bounded.double()), ratio.valid)
-    builder.count("nonfinite_tokens", ratio.response_mask & ~ratio.valid)
-    builder.count("safety_clamped_tokens", ratio.valid & (ratio.values.abs() > SAFETY_BOUND))
+    sums = {name: torch.where(real, column, 0.0) for name, column in per_row.items()}
+    sums |= {
+        "tokens": columns["tokens"],
+        "response_tokens": columns["response_tokens"],
+        "nonfinite_tokens": columns["response_tokens"] - columns["tokens"],
+        "safety_clamped_tokens": columns["safety_clamped"],
+        "kl": -columns["log_ratio"],
+        "k3_kl": (columns["excess"] - columns["bounded"]).clamp_min(0.0),
+        "chi2_token": columns["excess_square"] + 2.0 * columns["excess"],
+        "ratio_excess": columns["excess"],
+        "ratio_excess_square": columns["excess_square"],
+    }
+    maxima = _extremes("log_ppl_diff", difference, real)
+    if full:
+        sequence_excess = torch.expm1(bounded_sums)
+        sums |= {
+            "exact_tokens": columns["exact"],
+            "sequence_excess": torch.where(real, sequence_excess, 0.0),
+            "sequence_excess_square": torch.where(real, sequence_excess.square(), 0.0),
+            **{name: column for name, column in columns.items() if name.startswith("age") and name != "age.max"},
+        }
+        maxima |= {"log_ratio_abs": columns["magnitude.max"], "age": columns["age.max"]}
+    return sums, maxima
 
 
-def _measure_weights(builder: StatisticsBuilder, ratio: LogRatio, config: RolloutCorrectionConfig) -> None:
-    assert config.rollout_is is not None
-    threshold = config.weight_threshold()
-    lower, upper = threshold.reciprocal_lower, threshold.upper
-    raw, applied = raw_weights(ratio, config.rollout_is), applied_weights(ratio, config)
-    rows = ratio.row_counts > 0
-    row_raw, row_applied = ratio.row_means(raw), ratio.row_means(applied)
-    by_token = config.rollout_is == "token"
-    builder.moments("is", applied, ratio.valid, centre=1.0)
-    builder.moments("is_row", row_applied, rows, centre=1.0)
-    builder.extremes("is", applied if by_token else row_raw, ratio.valid if by_token else rows)
-    builder.extremes("is_row", row_applied, rows)
-    level, seen = (raw, ratio.valid) if by_token else (row_raw, rows)
-    builder.count("is_high", seen & (level > upper))
-    builder.count("is_low", seen & (level < lower))
-    builder.count("is_row_high", rows & (row_raw > upper))
-    builder.count("is_row_low", rows & (row_raw < lower))
-    builder.count("is_out_of_band", ratio.valid & ((raw > upper) | (raw < lower)))
+def _rule(columns: Columns, bounded: BoundedRule) -> tuple[Columns, Columns]:
+    """One rule's statistic. Token sums of a ``seq_*`` rule take the row's value on each of its tokens."""
+    real, tokens, name = real_rows(columns), columns["tokens"], f"rs.{bounded.name}"
+    column = f"rule.{bounded.name}"
+    if bounded.rule.is_per_token:
+        row = columns[f"{column}.total"] / tokens.clamp_min(1.0)
+        totals = {part: columns[f"{column}.{part}"] for part in ("total", "clamped", "clamped_square", "high", "low")}
+        rejected = totals["high"] + totals["low"]
+        maxima = {f"{name}.max": columns[f"{column}.statistic.max"], f"{name}.negated_min": columns[f"{column}.negated.max"]}
+    else:
+        row = row_statistic(bounded.rule, columns)
+        clamped = bounded.clamp(row)
+        high, low = (real & beyond for beyond in bounded.beyond(row))
+        totals = {"total": tokens * row, "clamped": tokens * clamped, "clamped_square": tokens * clamped.square()}
+        totals |= {"high": high.double(), "low": low.double()}
+        rejected = tokens * (totals["high"] + totals["low"])
+        maxima = _extremes(name, row, real)
+    row_high, row_low = bounded.beyond(row)
+    sums = {f"{name}.{part}": total for part, total in totals.items()}
+    sums |= {
+        f"{name}.rejected_tokens": rejected,
+        f"{name}.touched_rows": (rejected > 0).double(),
+        f"{name}.row_high": (real & row_high).double(),
+        f"{name}.row_low": (real & row_low).double(),
+        f"{name}.row.sum": torch.where(real, row, 0.0),
+        f"{name}.row.square": torch.where(real, row.square(), 0.0),
+    }
+    return sums, maxima | _extremes(f"{name}.row", row, real)
 
 
-def _measure_rejection(builder: StatisticsBuilder, ratio: LogRatio, config: RolloutCorrectionConfig) -> None:
-    rows = ratio.row_counts > 0
-    keep = ~ratio.rejected
-    for statistic in rule_statistics(ratio, config):
-        kept = kept_by(statistic, ratio)
-        keep = keep & kept
-        _measure_rule(builder, statistic, ratio, kept)
-    rejected = ratio.response_mask & ~keep
-    builder.count("rs_rejected_tokens", rejected)
-    builder.count("rs_touched_rows", rows & rejected.any(dim=-1))
+def _extremes(name: str, column: Tensor, where: Tensor) -> Columns:
+    return {
+        f"{name}.max": column.masked_fill(~where, -torch.inf),
+        f"{name}.negated_min": (-column).masked_fill(~where, -torch.inf),
+    }
 
 
-def _measure_rule(builder: StatisticsBuilder, statistic: RuleStatistic, ratio: LogRatio, kept: Tensor) -> None:
-    rows, name = ratio.row_counts > 0, f"rs.{statistic.name}"
-    tokens = statistic.values.expand_as(ratio.values)
-    row_values = ratio.row_means(tokens) if statistic.is_token_rule else statistic.values[:, 0]
-    bounded = tokens.clamp(max=statistic.log_upper)
-    if statistic.log_lower is not None:
-        bounded = bounded.clamp(min=statistic.log_lower)
-    builder.total(f"{name}.token_total", tokens, ratio.valid)
-    builder.moments(f"{name}.bounded", bounded, ratio.valid)
-    builder.moments(f"{name}.row", row_values, rows)
-    level, seen = (tokens, ratio.valid) if statistic.is_token_rule else (row_values, rows)
-    builder.extremes(name, level, seen)
-    builder.extremes(f"{name}.row", row_values, rows)
-    beyond_upper, beyond_lower = _beyond(statistic, level)
-    row_beyond_upper, row_beyond_lower = _beyond(statistic, row_values)
-    builder.count(f"{name}.high", seen & beyond_upper)
-    builder.count(f"{name}.low", seen & beyond_lower)
-    builder.count(f"{name}.row_high", rows & row_beyond_upper)
-    builder.count(f"{name}.row_low", rows & row_beyond_lower)
-    rejected = ratio.valid & ~kept
-    builder.count(f"{name}.rejected_tokens", rejected)
-    builder.count(f"{name}.touched_rows", rows & rejected.any(dim=-1))
-
-
-def _beyond(statistic: RuleStatistic, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the upper, and where the lower bound *of the ratio* is broken; k1 statistics run against their ratio."""
-    above = values > statistic.log_upper
-    if statistic.log_lower is None:
-        return above, torch.zeros_like(above)
-    return values < statistic.log_lower, above
+def _histograms(columns: Columns, tokens: Tensor | None) -> Tensor:
+    """Of token log-ratios, of rows' sums and of rows' means; no row at all without full diagnostics."""
+    if tokens is None:
+        return columns["tokens"].new_zeros(0, NUM_BINS)
+    real, sums = real_rows(columns), columns["log_ratio"]
+    means = sums / columns["tokens"].clamp_min(1.0)
+    return torch.stack([tokens, log_ratio_histogram(sums, real), log_ratio_histogram(means, real)])

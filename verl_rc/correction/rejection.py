@@ -1,94 +1,115 @@
 """Rejection rules: statistics of the divergence between train and rollout policy, and the tokens or rows they keep."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from verl_rc.config.rejection_rules import RejectionRule
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.thresholds import Threshold
 from verl_rc.correction.log_ratio import LogRatio
 
 
 @dataclass(frozen=True)
-class RuleStatistic:
-    """What one rule looks at, and the bounds it must lie in."""
+class BoundedRule:
+    """A rejection rule with the bounds of its statistic, both inclusive."""
 
-    name: str
-    values: Tensor
-    """``[B, T]`` for token rules; ``[B, 1]`` for seq rules (one number per row)."""
-    lower: float | None
+    rule: RejectionRule
+    """What it looks at."""
     upper: float
-    log_upper: float
-    """Bounds as the statistic is reported: k1 is ``-log ratio``, so its range is ``[-ln upper, -ln lower]``."""
-    log_lower: float | None
+    """Largest accepted value of the statistic."""
+    lower: float | None = None
+    """Smallest accepted value; None: no bound. k1 = -log ratio, so a ratio in [L, U] is a statistic in [-ln U, -ln L]."""
 
     @property
-    def is_token_rule(self) -> bool:
-        """Whether single tokens are rejected."""
-        return self.name.startswith("token_")
+    def name(self) -> str:
+        """The rule's name."""
+        return self.rule.name
 
-    @property
-    def keep(self) -> Tensor:
-        """bool, shape of ``values``: within the bounds, both inclusive."""
-        kept = self.values <= self.log_upper
-        return kept if self.log_lower is None else kept & (self.values >= self.log_lower)
+    def accepts(self, statistic: Tensor) -> Tensor:
+        """bool, same shape: within the bounds."""
+        kept = statistic <= self.upper
+        return kept if self.lower is None else kept & (statistic >= self.lower)
 
+    def clamp(self, statistic: Tensor) -> Tensor:
+        """The statistic, moved to the nearest bound where it lies outside."""
+        return statistic.clamp(min=self.lower, max=self.upper)
 
-def rule_statistics(ratio: LogRatio, config: RolloutCorrectionConfig) -> list[RuleStatistic]:
-    """The statistic of every rule of ``config``, each on the original tokens, in the order given.
-
-    On bounded token log-ratios ``l``: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l; seq rules take their sum, mean or
-    maximum over the
-    row's tokens (0 for a row without any). k1 bounds are bounds on the *ratio*: ``lower <= pi_train/pi_rollout <=
-    upper``. """
-    divergences: dict[str, Tensor] = {}
-    statistics = []
-    for rule, threshold in config.rejection_bounds().items():
-        *scope, kind = rule.split("_")
-        if kind not in divergences:
-            divergences[kind] = _divergence(ratio.bounded, kind)
-        values = _aggregate(divergences[kind], ratio, scope)
-        statistics.append(_with_bounds(rule, values, threshold, is_ratio=kind == "k1"))
-    return statistics
+    def beyond(self, statistic: Tensor) -> tuple[Tensor, Tensor]:
+        """bool twice: above the user's upper bound, below the lower one. Those of k1 bound the ratio ``exp(-statistic)``."""
+        above = statistic > self.upper
+        if self.lower is None:
+            return above, torch.zeros_like(above)
+        return statistic < self.lower, above
 
 
-def _divergence(log_ratios: Tensor, kind: str) -> Tensor:
-    if kind == "k1":
-        return -log_ratios
-    if kind == "k2":
-        return log_ratios.square() / 2
-    return torch.expm1(log_ratios) - log_ratios
+def bounded_rules(config: RolloutCorrectionConfig) -> list[BoundedRule]:
+    """The rules of ``config`` in the order given. k1 thresholds bound the *ratio*: ``lower <= pi_train/pi_rollout <= upper``."""
+    bounds = config.rejection_bounds()
+    rules = []
+    for rule in config.rejection_rules():
+        threshold = bounds[rule.name]
+        if rule.bounds_ratio:
+            upper, lower = -math.log(threshold.reciprocal_lower), -math.log(threshold.upper)
+            rules.append(BoundedRule(rule, upper, lower))
+        else:
+            rules.append(BoundedRule(rule, threshold.upper))
+    return rules
 
 
-def _aggregate(tokens: Tensor, ratio: LogRatio, scope: list[str]) -> Tensor:
-    if scope == ["token"]:
-        return tokens
-    masked = torch.where(ratio.valid, tokens, 0.0)
-    if scope == ["seq", "max"]:
-        return masked.amax(dim=-1, keepdim=True)  # k2 and k3 are >= 0, so masked tokens never win
-    total = masked.sum(dim=-1, keepdim=True)
-    return total if scope == ["seq", "sum"] else total / ratio.row_counts.clamp_min(1)[:, None]
+def row_aggregates(ratio: LogRatio, rules: list[BoundedRule]) -> dict[str, Tensor]:
+    """Columns ``[B]`` the ``seq_*`` rules are computed from: ``k2.sum``, ``k2.max``, … over each row's valid tokens."""
+    columns: dict[str, Tensor] = {}
+    for bounded in rules:
+        rule = bounded.rule
+        if rule.scope in ("seq_sum", "seq_mean"):
+            columns[f"{rule.divergence}.sum"] = ratio.divergence(rule.divergence).sum(dim=-1)
+        elif rule.scope == "seq_max":  # k2 and k3 are >= 0: the zeros of masked positions never win
+            columns[f"{rule.divergence}.max"] = ratio.row_max(ratio.divergence(rule.divergence)).clamp_min(0.0)
+    return columns
 
 
-def _with_bounds(rule: str, values: Tensor, threshold: Threshold, is_ratio: bool) -> RuleStatistic:
-    if not is_ratio:
-        return RuleStatistic(rule, values, None, threshold.upper, threshold.upper, None)
-    lower, upper = threshold.reciprocal_lower, threshold.upper
-    return RuleStatistic(rule, values, lower, upper, log_upper=-math.log(lower), log_lower=-math.log(upper))
+def row_statistic(rule: RejectionRule, columns: Mapping[str, Tensor]) -> Tensor:
+    """The statistic ``[B]`` of a ``seq_*`` rule: sum, mean or maximum over the row's tokens; 0 for a row without any."""
+    if rule.scope == "seq_max":
+        return columns[f"{rule.divergence}.max"]
+    total = columns[f"{rule.divergence}.sum"]
+    return total if rule.scope == "seq_sum" else total / columns["tokens"].clamp_min(1.0)
 
 
-def keep_mask(ratio: LogRatio, statistics: list[RuleStatistic]) -> Tensor:
-    """bool ``[B, T]``: kept by every rule and by the policy for non-finite log-probs. Positions outside the mask are
-    True."""
-    keep = ~ratio.rejected
-    for statistic in statistics:
-        keep = keep & kept_by(statistic, ratio)
+def token_keep(ratio: LogRatio, rules: list[BoundedRule], config: RolloutCorrectionConfig) -> Tensor:
+    """bool ``[B, T]``: kept by every token rule; True outside the response mask, where there is nothing to judge."""
+    judged = ratio.response_mask if config.nonfinite_logprob == "neutral" else ratio.valid
+    keep = torch.ones_like(ratio.valid)
+    for bounded in rules:
+        if bounded.rule.is_per_token:
+            keep &= bounded.accepts(ratio.divergence(bounded.rule.divergence))
+    keep |= ~judged
+    if config.nonfinite_logprob == "reject_token":
+        keep &= ratio.valid | ~ratio.response_mask
     return keep
 
 
-def kept_by(statistic: RuleStatistic, ratio: LogRatio) -> Tensor:
-    """bool ``[B, T]`` or ``[B, 1]``: what one rule keeps; it has no say where there is nothing to look at."""
-    unseen = ~ratio.valid if statistic.is_token_rule else (ratio.row_counts == 0)[:, None]
-    return statistic.keep | unseen
+def row_keep(columns: Mapping[str, Tensor], rules: list[BoundedRule], config: RolloutCorrectionConfig) -> Tensor:
+    """bool ``[B]``: rows kept by every ``seq_*`` rule, the veto and the policy for non-finite log-probs.
+
+    The veto rejects a row when a single valid token has ``l < ln(veto)``, l being the unbounded log-ratio. Rows without
+    valid tokens pass.
+    """
+    keep = torch.ones_like(columns["tokens"], dtype=torch.bool)
+    for bounded in rules:
+        if not bounded.rule.is_per_token:
+            keep &= bounded.accepts(row_statistic(bounded.rule, columns))
+    if config.rollout_token_veto_threshold is not None:
+        keep &= ~vetoed_rows(columns, config.rollout_token_veto_threshold)
+    keep |= columns["tokens"] == 0
+    if config.nonfinite_logprob in ("reject_sequence", "raise"):
+        keep &= columns["tokens"] == columns["response_tokens"]
+    return keep
+
+
+def vetoed_rows(columns: Mapping[str, Tensor], veto: float) -> Tensor:
+    """bool ``[B]``: rows with a token whose ratio is below ``veto``."""
+    return -columns["negated_log_ratio.max"] < math.log(veto)

@@ -1,78 +1,76 @@
-"""Mergeable statistics: sums, extremes and a histogram that add up over micro-batches and ranks without loss."""
+"""Mergeable statistics: sums, extremes and histograms that add up over micro-batches and ranks without loss."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction.diagnostics import correction_metrics
+from verl_rc.correction.moments import Numbers
+
 
 @dataclass(frozen=True)
 class CorrectionStatistics:
-    """What was measured of some rows; the statistics of a batch are the merged ones of its parts."""
+    """What was measured of some rows; the statistics of a batch are the merged ones of its parts.
 
-    sums: Mapping[str, Tensor]
-    """float64 scalars that add up."""
-    maxima: Mapping[str, Tensor]
-    """float64 scalars of which the largest counts; minima are stored negated."""
+    To merge over ranks: all-reduce ``sums`` and ``histogram`` with SUM and ``maxima`` with MAX, then ``with_tensors``.
+    """
 
-    def merge(self, other: "CorrectionStatistics") -> "CorrectionStatistics":
-        """Statistics of both parts together. Both must have been measured with one configuration."""
-        if set(self.sums) != set(other.sums) or set(self.maxima) != set(other.maxima):
-            raise ValueError("statistics can be merged only when one configuration measured both; their names differ.")
-        sums = {name: value + other.sums[name] for name, value in self.sums.items()}
-        return CorrectionStatistics(sums, {name: torch.maximum(v, other.maxima[name]) for name, v in self.maxima.items()})
+    sums: Tensor
+    """float64 ``[S]``, in the order of ``sum_names``; they add up."""
+    maxima: Tensor
+    """float64 ``[M]``, in the order of ``maximum_names``; the largest counts, minima are stored negated, -inf: nothing seen."""
+    histogram: Tensor
+    """float64 ``[3, bins]`` counts of log-ratios (tokens, row sums, row means) with full diagnostics, else ``[0, bins]``."""
+    sum_names: tuple[str, ...]
+    """What each sum is."""
+    maximum_names: tuple[str, ...]
+    """What each maximum is."""
 
-    def to_vectors(self) -> tuple[Tensor, Tensor]:
-        """All sums and all maxima as float64 vectors in the order of their names, for one all-reduce each."""
-        return _stack(self.sums), _stack(self.maxima)
-
-    def with_vectors(self, sums: Tensor, maxima: Tensor) -> "CorrectionStatistics":
-        """The same names with the numbers of ``to_vectors`` after a reduction."""
-        return CorrectionStatistics(
-            dict(zip(sorted(self.sums), sums, strict=True)), dict(zip(sorted(self.maxima), maxima, strict=True))
+    @classmethod
+    def from_columns(
+        cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], histogram: Tensor
+    ) -> "CorrectionStatistics":
+        """Statistics of per-row columns ``[B]``: float64 to be summed, and those of which the largest counts."""
+        nothing = torch.full((len(maxima), 1), -torch.inf, dtype=torch.float64, device=histogram.device)
+        return cls(
+            sums=torch.stack(list(sums.values())).sum(dim=1),
+            maxima=torch.cat([torch.stack(list(maxima.values())), nothing], dim=1).amax(dim=1),
+            histogram=histogram,
+            sum_names=tuple(sums),
+            maximum_names=tuple(maxima),
         )
 
-    def numbers(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima as Python numbers, read from the device in one copy."""
-        sums, maxima = self.to_vectors()
-        values = torch.cat([sums, maxima]).tolist()
-        names = sorted(self.sums)
-        return dict(zip(names, values, strict=False)), dict(zip(sorted(self.maxima), values[len(names) :], strict=True))
+    def merge(self, other: "CorrectionStatistics") -> "CorrectionStatistics":
+        """Statistics of both parts together. Raises ``ValueError`` when different configurations measured them."""
+        if (self.sum_names, self.maximum_names) != (other.sum_names, other.maximum_names):
+            names = set(self.sum_names + self.maximum_names) ^ set(other.sum_names + other.maximum_names)
+            raise ValueError(f"statistics merge only when one configuration measured both; only one has {sorted(names)}")
+        return self.with_tensors(
+            self.sums + other.sums, torch.maximum(self.maxima, other.maxima), self.histogram + other.histogram
+        )
 
+    def with_tensors(self, sums: Tensor, maxima: Tensor, histogram: Tensor) -> "CorrectionStatistics":
+        """The same names with other numbers, such as those of an all-reduce."""
+        return replace(self, sums=sums, maxima=maxima, histogram=histogram)
 
-def _stack(values: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([values[name].double() for name in sorted(values)])
+    def sum_of(self, name: str) -> Tensor:
+        """One sum as a float64 scalar, still on its device."""
+        return self.sums[self.sum_names.index(name)]
 
+    def numbers(self) -> Numbers:
+        """Everything as Python numbers, read from the device in one copy."""
+        flat = torch.cat([self.sums, self.maxima, self.histogram.flatten()]).tolist()
+        first, second = len(self.sum_names), len(self.sum_names) + len(self.maximum_names)
+        bins = self.histogram.shape[1]
+        return Numbers(
+            sums=dict(zip(self.sum_names, flat[:first], strict=True)),
+            maxima=dict(zip(self.maximum_names, flat[first:second], strict=True)),
+            histograms=[flat[start : start + bins] for start in range(second, len(flat), bins)],
+        )
 
-@dataclass
-class StatisticsBuilder:
-    """Collects sums and extremes of columns."""
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
-
-    def count(self, name: str, where: Tensor) -> None:
-        """Number of True entries."""
-        self.sums[name] = where.sum().double()
-
-    def total(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Sum over the True positions."""
-        self.sums[name] = torch.where(mask, values, 0.0).double().sum()
-
-    def moments(self, name: str, values: Tensor, mask: Tensor, centre: float = 0.0) -> None:
-        """Sums of ``x - centre`` and of its square: a mean and a variance without cancellation near ``centre``."""
-        centred = torch.where(mask, values - centre, 0.0).double()
-        self.sums[f"{name}.sum"] = centred.sum()
-        self.sums[f"{name}.square"] = centred.square().sum()
-
-    def extremes(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Largest and (negated) smallest value; -inf when the mask is empty."""
-        wide = values.double()
-        infinity = torch.full((), -torch.inf, dtype=torch.float64, device=wide.device)
-        self.maxima[f"{name}.max"] = torch.where(mask, wide, infinity).amax() if wide.numel() else infinity
-        self.maxima[f"{name}.negated_min"] = torch.where(mask, -wide, infinity).amax() if wide.numel() else infinity
-
-    def build(self) -> CorrectionStatistics:
-        """The finished record."""
-        return CorrectionStatistics(self.sums, self.maxima)
+    def metrics(self, config: RolloutCorrectionConfig) -> dict[str, float]:
+        """``rollout_corr/*`` of the rows measured, by name; one copy from the device."""
+        return correction_metrics(self.numbers(), config)

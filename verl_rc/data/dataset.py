@@ -3,6 +3,7 @@
 import bisect
 import itertools
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -177,12 +178,13 @@ def build_train_loader(config: DataConfig, tokenizer: Any, seed: int) -> "Statef
             f"data.train_files must give at least data.train_batch_size={config.train_batch_size} prompts, got "
             f"{len(dataset)} after data.train_max_samples and filtering. Lower the batch size or add data."
         )
-    return StatefulDataLoader(
-        dataset,
-        batch_sampler=EpochBatches(len(dataset), config.train_batch_size, data_seed, config.shuffle),
-        collate_fn=_as_list,
-        num_workers=config.dataloader_num_workers,
-    )
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torchdata calls a deprecated torch function
+        return StatefulDataLoader(
+            dataset,
+            batch_sampler=EpochBatches(len(dataset), config.train_batch_size, data_seed, config.shuffle),
+            collate_fn=_as_list,
+            num_workers=config.dataloader_num_workers,
+        )
 
 
 def _as_list(rows: list[PromptRow]) -> list[PromptRow]:

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
-from verl_rc.data.tokenize import encode_messages
+from verl_rc.data.records import RecordFile, check_messages
+from verl_rc.data.tokenize import encode_messages, encode_prompt
 
 
 @dataclass(frozen=True)
@@ -16,32 +14,47 @@ class WorkedExample:
 
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
+    """The answer and what the chat template puts behind it, the end token first of all."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt_token_ids) + len(self.answer_token_ids)
 
 
-def read_worked_examples(files: Sequence[str] | str, key: str, tokenizer: Any, max_length: int) -> list[WorkedExample]:
-    """Examples of parquet files whose column ``key`` holds chat messages that end with the assistant's.
+def read_worked_examples(files: Sequence[str], messages_key: str, tokenizer: Any, max_length: int) -> list[WorkedExample]:
+    """Examples of data files whose column ``messages_key`` holds chat messages that end with the assistant's.
 
-    Raises ``ValueError`` when a file or column is missing, a conversation does not end with the assistant, or one is
-    longer than ``max_length`` tokens.
+    Raises ``ValueError`` naming the file or row when a file or column is missing, a conversation does not end with the
+    assistant, the chat template does not continue the prompt, or an example is longer than ``max_length`` tokens.
     """
     examples = []
-    for file in [files] if isinstance(files, str) else files:
-        if not Path(file).is_file():
-            raise ValueError(f"data files must exist, {file!r} does not. Check data.train_files and data.val_files.")
-        table = pq.read_table(file)
-        if key not in table.column_names or table.num_rows == 0:
-            raise ValueError(f"{file} must have rows and a column {key!r}, it has {table.num_rows} rows of {table.column_names}.")
-        examples += [_encode(messages, tokenizer, max_length) for messages in table[key].to_pylist()]
+    for path in files:
+        file = RecordFile(path, [messages_key])
+        for index in range(len(file)):
+            where = f"row {index} of {path}"
+            messages = check_messages(file[index][messages_key], messages_key, where)
+            examples.append(_encode(messages, tokenizer, max_length, where))
     return examples
 
 
-def _encode(messages: list[dict[str, str]], tokenizer: Any, max_length: int) -> WorkedExample:
-    if not messages or messages[-1]["role"] != "assistant":
-        raise ValueError(f"a worked example must end with an assistant message, got {str(messages)[:80]!r}.")
-    prompt = encode_messages(tokenizer, messages[:-1], {"add_generation_prompt": True})
-    whole = encode_messages(tokenizer, messages, {})
-    if whole[: len(prompt)] != prompt:
-        raise ValueError("the chat template must render a conversation as a continuation of its prompt; this one does not.")
+def _encode(messages: list[dict[str, Any]], tokenizer: Any, max_length: int, where: str) -> WorkedExample:
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        raise ValueError(
+            "a worked example must have a question and end with an assistant message, got the roles "
+            f"{[message['role'] for message in messages]} in {where}."
+        )
+    prompt = encode_prompt(tokenizer, messages[:-1])
+    whole = encode_messages(tokenizer, messages)
+    if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
+        raise ValueError(
+            "the chat template must render a conversation as its prompt followed by the answer, but in "
+            f"{where} the prompt is {tokenizer.decode(prompt)!r} and the whole {tokenizer.decode(whole)!r}. Change the "
+            "tokenizer's chat template."
+        )
     if len(whole) > max_length:
-        raise ValueError(f"examples must be at most data.max_length={max_length} tokens, one has {len(whole)}.")
+        raise ValueError(
+            f"an example must have at most data.max_length={max_length} tokens, got {len(whole)} in {where}. Raise the "
+            "limit or remove the row."
+        )
     return WorkedExample(prompt, whole[len(prompt) :])

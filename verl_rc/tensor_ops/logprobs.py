@@ -1,28 +1,111 @@
-"""Log-probs of given tokens and entropies of whole distributions, from logits."""
+"""Log-probs of given tokens and entropies of whole distributions, from logits, a few rows at a time."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 20}
+_CHUNK_ELEMENTS_ON_ACCELERATORS = 1 << 26
 
 
 def log_probs_from_logits(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """``log softmax(logits / temperature)[token_ids]``.
+    """``log softmax(logits / temperature)[token_ids]``, with gradient.
 
-    ``logits`` is ``[N, V]``, ``token_ids`` int64 ``[N]``; returns float32 ``[N]``, nats. Computed in float32
-    whatever the logits'
-    dtype, as logit of the token minus logsumexp, so that no ``[N, V]`` table of log-probs is kept for the backward
-    pass. """
+    ``logits`` is ``[N, V]``, ``token_ids`` int64 ``[N]``; returns ``[N]``, nats, in float32 (float64 for float64 logits).
+    Beside the logits and their gradient only one chunk of rows exists in that precision at any time. Raises ``ValueError``
+    for other shapes or a temperature that is not positive.
+    """
     _check(logits, temperature)
-    scaled = logits.float() / temperature
-    return scaled.gather(-1, token_ids[:, None])[:, 0] - scaled.logsumexp(dim=-1)
+    if token_ids.shape != logits.shape[:1]:
+        raise ValueError(f"token_ids must be [N] for logits [N, V]; got {list(token_ids.shape)} and {list(logits.shape)}")
+    result: Tensor = _TokenLogProbs.apply(logits, token_ids, temperature)  # type: ignore[no-untyped-call]
+    return result
 
 
 def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """``H = logsumexp(z) - sum(softmax(z) z)`` with ``z = logits / temperature``; ``[N, V]`` to float32 ``[N]``,
-    nats."""
+    """``H = -sum_v p_v log p_v`` with ``p = softmax(logits / temperature)``, with gradient.
+
+    ``[N, V]`` to ``[N]``, nats, in float32 (float64 for float64 logits); logits of -inf count as probability 0. Memory and
+    errors as in ``log_probs_from_logits``.
+    """
     _check(logits, temperature)
-    scaled = logits.float() / temperature
-    return scaled.logsumexp(dim=-1) - (scaled.softmax(dim=-1) * scaled).sum(dim=-1)
+    result: Tensor = _Entropies.apply(logits, temperature)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Saves the logits themselves and their normalisers; softmax is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
+        normalisers = logits.new_empty(logits.shape[:1], dtype=_precision(logits))
+        chosen = torch.empty_like(normalisers)
+        for rows in _row_chunks(logits):
+            scaled = _scaled(logits[rows], temperature)
+            normalisers[rows] = scaled.logsumexp(dim=-1)
+            chosen[rows] = scaled.gather(-1, token_ids[rows, None])[:, 0]
+        ctx.save_for_backward(logits, token_ids, normalisers)
+        ctx.temperature = temperature
+        return chosen.sub_(normalisers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        """``(onehot(token) - softmax) / temperature``."""
+        logits, token_ids, normalisers = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for rows in _row_chunks(logits):
+            slope = (grad_output[rows] / ctx.temperature)[:, None]
+            chunk = _scaled(logits[rows], ctx.temperature).sub_(normalisers[rows, None]).exp_().mul_(-slope)
+            grad_logits[rows] = chunk.scatter_add_(-1, token_ids[rows, None], slope.to(chunk.dtype))
+        return grad_logits, None, None
+
+
+class _Entropies(torch.autograd.Function):
+    """Saves the logits themselves and the entropies; softmax is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
+        entropies = logits.new_empty(logits.shape[:1], dtype=_precision(logits))
+        for rows in _row_chunks(logits):
+            entropies[rows] = torch.special.entr(_scaled(logits[rows], temperature).softmax(dim=-1)).sum(dim=-1)
+        ctx.save_for_backward(logits, entropies)
+        ctx.temperature = temperature
+        return entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """``-p (log p + H) / temperature``."""
+        logits, entropies = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for rows in _row_chunks(logits):
+            probs = _scaled(logits[rows], ctx.temperature).softmax(dim=-1)
+            slope = (grad_output[rows] / ctx.temperature)[:, None]
+            grad_logits[rows] = torch.special.entr(probs).sub_(probs.mul_(entropies[rows, None])).mul_(slope)
+        return grad_logits, None
+
+
+def _precision(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """A new tensor: the logits over the temperature, in the precision everything is computed in."""
+    return logits.to(_precision(logits)) / temperature
+
+
+def _row_chunks(logits: Tensor) -> Iterator[slice]:
+    rows, width = logits.shape
+    elements = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ON_ACCELERATORS)
+    step = max(1, elements // max(width, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 def _check(logits: Tensor, temperature: float) -> None:
     if logits.ndim != 2 or not temperature > 0:
-        raise ValueError(f"logits must be [N, V] and the temperature > 0, got {list(logits.shape)} and {temperature}.")
+        raise ValueError(f"logits must be [N, V] and the temperature > 0; got {list(logits.shape)} and {temperature}")

@@ -65,7 +65,7 @@ def test_a_long_prompt_is_an_error_that_names_its_row(write_parquet, record, tok
     path = write_parquet([record("1"), record("12345")])
     dataset = PromptDataset([path], tokenizer, PromptOptions(max_prompt_length=5), RowChoice())
     assert tokenizer.decode(dataset[0].prompt_token_ids) == "1="
-    with pytest.raises(ValueError, match="max_prompt_length=5 tokens, got 6 in row 1 of .*data.parquet"):
+    with pytest.raises(ValueError, match=r"max_prompt_length=5 tokens, got 6 in row 1 of .*data.parquet"):
         dataset[1]
 
 
@@ -158,7 +158,7 @@ def test_state_after_a_finished_epoch_starts_the_next(ten_rows, tokenizer):
 
 
 def test_fewer_prompts_than_a_batch_are_refused(ten_rows, tokenizer):
-    with pytest.raises(ValueError, match="data.train_batch_size=8 prompts, got 5"):
+    with pytest.raises(ValueError, match=r"data.train_batch_size=8 prompts, got 5"):
         build_train_loader(config(ten_rows, train_batch_size=8, train_max_samples=5), tokenizer, seed=1)
 
 

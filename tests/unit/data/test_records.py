@@ -22,7 +22,7 @@ def test_formats_read_alike(suffix, write_parquet, tmp_path):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ValueError, match="must exist, but .*none.parquet' is not there.*data.train_files"):
+    with pytest.raises(ValueError, match=r"must exist, but .*none.parquet' is not there.*data.train_files"):
         RecordFile(str(tmp_path / "none.parquet"), ["prompt"])
     with pytest.raises(ValueError, match="is a folder"):
         RecordFile(str(tmp_path), ["prompt"])
@@ -38,7 +38,7 @@ def test_empty_file_is_named(write_parquet, tmp_path):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "empty.parquet")
-    with pytest.raises(ValueError, match="at least one row, but .*empty.parquet has none"):
+    with pytest.raises(ValueError, match=r"at least one row, but .*empty.parquet has none"):
         RecordFile(str(tmp_path / "empty.parquet"), ["prompt"])
 
 

@@ -56,12 +56,12 @@ def test_padding_falls_back_to_the_end_token(tokenizer_folder, tmp_path):
 
 
 def test_missing_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere.*no such folder"):
+    with pytest.raises(ValueError, match=r"nowhere.*no such folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
 
 
 def test_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match="a tokenizer .tokenizer.json., got"):
+    with pytest.raises(ValueError, match=r"a tokenizer .tokenizer.json., got"):
         load_tokenizer(str(tmp_path))
 
 

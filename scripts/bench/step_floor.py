@@ -1,0 +1,121 @@
+"""Where a step's time goes, and how far that is from the floor: the engine alone and the trainer alone on the same tokens.
+
+Usage: python scripts/bench/step_floor.py RUN_FOLDER   (a finished run: resolved_config.yaml, metrics.jsonl)
+Each half runs in a process of its own while nothing else computes; medians of five calls after one warm-up.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STAGES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights")
+
+
+def median_seconds(call: Callable[[], Any]) -> float:
+    """Median of five calls after one that warms up."""
+    seconds = []
+    for _ in range(6):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def engine_alone(folder: Path, results: Any) -> None:
+    """Seconds of one step's generation by the engine, in this process."""
+    from verl_rc.cluster.environment import engine_environment
+
+    os.environ.update(engine_environment(os.cpu_count() or 1, "cpu", one_node=True))
+    from verl_rc.config.load import load_config
+    from verl_rc.config.run import RunConfig
+    from verl_rc.data.dataset import build_train_loader
+    from verl_rc.data.tokenize import load_tokenizer
+    from verl_rc.driver.setup import engine_options
+    from verl_rc.rollout.engine import RolloutEngine
+    from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+    config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    prompts = next(iter(build_train_loader(config.data, tokenizer, config.trainer.seed)))
+    rollout = config.actor_rollout_ref.rollout
+    requests = [GenerationRequest(row.prompt_token_ids, seed) for row in prompts for seed in range(rollout.n)]
+    engine = RolloutEngine(engine_options(config, "cpu"))
+    options = SamplingOptions.for_training(rollout, (tokenizer.eos_token_id,))
+    completions = engine.generate(requests, options)
+    results.put((median_seconds(lambda: engine.generate(requests, options)), requests, completions))
+
+
+def trainer_alone(folder: Path, requests: Any, completions: Any, results: Any) -> None:
+    """Seconds of one forward without gradient, and of one update, over the same tokens in this process."""
+    import torch
+
+    from verl_rc.config.load import load_config
+    from verl_rc.config.run import RunConfig
+    from verl_rc.data.batches import TrainBatch
+    from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
+    from verl_rc.distributed.mesh import RankAddress
+    from verl_rc.ppo.mini_batches import MiniBatchShare
+    from verl_rc.rollout.collect import build_rollout_batch
+    from verl_rc.workers.policy_worker import PolicyWorker
+
+    config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
+    worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", 29_731), total_steps=10)
+    prompts = [request.prompt_token_ids for request in requests]
+    rollouts = build_rollout_batch(prompts, [0] * len(prompts), completions, pad_token_id=0)
+    lengths = rollouts.tokens.sequence_lengths.tolist()
+    [micro] = assign_rows(lengths, 1, MicroBatchLimit(max_tokens=config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu))
+    zeros = torch.zeros_like(rollouts.rollout_log_probs)
+    batch = TrainBatch(
+        tokens=rollouts.tokens,
+        response_mask=rollouts.response_mask,
+        loss_mask=rollouts.response_mask,
+        old_log_probs=rollouts.rollout_log_probs,
+        rollout_log_probs=rollouts.rollout_log_probs,
+        advantages=zeros + 0.1,
+        returns=zeros,
+        batch_size=[len(lengths)],
+    )
+    tokens = int(rollouts.response_mask.sum())
+    share = MiniBatchShare(micro, tokens, len(lengths), tokens)
+    forward = median_seconds(lambda: worker.compute_log_probs(rollouts.tokens, micro))
+    results.put((forward, median_seconds(lambda: worker.update(batch, [share]))))
+    worker.close()
+
+
+def main() -> None:
+    """Measure both halves and print them beside the run's own stages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_folder", type=Path)
+    folder: Path = parser.parse_args().run_folder
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    engine = context.Process(target=engine_alone, args=(folder, results))
+    engine.start()
+    generation, requests, completions = results.get()
+    engine.join()
+    trainer = context.Process(target=trainer_alone, args=(folder, requests, completions, results))
+    trainer.start()
+    forward, update = results.get()
+    trainer.join()
+    floors = {"gen": generation, "old_log_prob": forward, "update_actor": update}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["step"] > 1 and "timing_s/testing" not in line]
+    median = {name: statistics.median(line.get(f"timing_s/{name}", 0.0) for line in steps) for name in (*STAGES, "step")}
+    print(f"median of {len(steps)} steps without validation; floor: engine and trainer alone on the same tokens")
+    print("| stage | seconds | share | floor | of the floor |\n|---|---|---|---|---|")
+    for name in (*STAGES, "step"):
+        floor = sum(floors.values()) if name == "step" else floors.get(name, 0.0)
+        ratio = f"{median[name] / floor:.2f}" if floor else ""
+        print(f"| {name} | {median[name]:.3f} | {median[name] / median['step']:.1%} | {floor:.3f} | {ratio} |")
+    overhead = statistics.median(line["perf/overhead_fraction"] for line in steps)
+    print(f"driver, transfers and sync together: {overhead:.1%} of a step (median)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a reward function may return."""
+
+import numpy as np
+import pytest
+
+from verl_rc.rewards.output import RewardOutput, as_reward_output
+
+
+@pytest.mark.parametrize("value", [0.5, 1, True, np.float32(0.5), np.int64(2)])
+def test_a_bare_number_is_score_and_accuracy(value):
+    output = as_reward_output(value, "row 0")
+    assert output == RewardOutput(float(value), {"acc": float(value)})
+    assert type(output.score) is float
+
+
+def test_a_dict_keeps_its_extras():
+    output = as_reward_output({"score": -1, "acc": False, "pred": "7"}, "row 0")
+    assert output == RewardOutput(-1.0, {"acc": 0.0, "pred": "7"})
+    assert type(output.extras["acc"]) is float
+
+
+def test_a_dict_without_accuracy_stays_so():
+    assert as_reward_output({"score": 0.25, "acc": None}, "row 0").extras == {"acc": None}
+    assert as_reward_output({"score": 0.25}, "row 0").extras == {}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "the score of a reward function must be a finite number, got None .NoneType. for row 7"),
+        ("1.0", "got '1.0' .str. for row 7"),
+        (float("nan"), "got nan .float. for row 7"),
+        ({"score": float("inf")}, "got inf .float. for row 7"),
+        ({"score": "high"}, "got 'high' .str. for row 7"),
+        ({"acc": 1.0}, "has 'score'.*for row 7 it returned a dict with the keys .'acc'"),
+        ({"score": 1.0, 3: "x"}, "keys that are strings; for row 7"),
+        ({"score": 1.0, "acc": "yes"}, "the acc of a reward function must be a finite number, got 'yes'"),
+        ([1.0], "got .1.0. .list. for row 7"),
+    ],
+)
+def test_anything_else_is_refused_and_names_the_sample(returned, message):
+    with pytest.raises(ValueError, match=message):
+        as_reward_output(returned, "row 7")

@@ -1,0 +1,90 @@
+"""The tiny model: a folder that every loader reads alike."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from verl_rc.data.tokenize import load_tokenizer
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "make_tiny_model.py"
+SMALL = ["--num_layers", "1", "--hidden_size", "16", "--num_heads", "2", "--num_kv_heads", "1", "--intermediate_size", "32"]
+
+
+@pytest.fixture(scope="module")
+def script():
+    specification = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(script, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    script.main(["--output_dir", str(path), "--seed", "3", *SMALL])
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizers(folder):
+    return load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_both_loaders_of_the_tokenizer_agree_and_lose_nothing(tokenizers, text):
+    ours, automatic = tokenizers
+    token_ids = ours(text)["input_ids"]
+    assert token_ids == automatic(text)["input_ids"]
+    assert ours.decode(token_ids) == text
+    if "<|" not in text:
+        assert len(token_ids) == len(text.encode())
+
+
+def test_the_vocabulary_fits_the_embedding(folder, tokenizers):
+    config = json.loads((folder / "config.json").read_text())
+    assert {config["vocab_size"]} == {len(tokenizer) for tokenizer in tokenizers} == {258}
+
+
+def test_special_tokens(folder, tokenizers):
+    for tokenizer in tokenizers:
+        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizers[0].eos_token_id
+    assert tokenizers[0].decode([tokenizers[0].eos_token_id], skip_special_tokens=True) == ""
+
+
+def test_chat_template(tokenizers):
+    conversation = [{"role": "user", "content": "4071835926"}, {"role": "assistant", "content": "0123456789"}]
+    for tokenizer in tokenizers:
+        assert tokenizer.apply_chat_template(conversation, tokenize=False) == "4071835926=0123456789<|im_end|>"
+        prompt = tokenizer.apply_chat_template(conversation[:1], tokenize=False, add_generation_prompt=True)
+        assert prompt == "4071835926="
+
+
+def test_equal_seeds_give_equal_weights(script, folder, tmp_path):
+    script.main(["--output_dir", str(tmp_path / "same"), "--seed", "3", *SMALL])
+    script.main(["--output_dir", str(tmp_path / "other"), "--seed", "4", *SMALL])
+    one, same, other = [
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "same", tmp_path / "other")
+    ]
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_tied_embeddings(script, tmp_path):
+    script.main(["--output_dir", str(tmp_path), "--tie_word_embeddings", *SMALL])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_heads_that_do_not_divide_are_refused(script, tmp_path, capsys):
+    with pytest.raises(SystemExit) as raised:
+        script.main(["--output_dir", str(tmp_path), "--hidden_size", "10", "--num_heads", "4"])
+    assert raised.value.code == 2
+    assert "--num_heads must divide --hidden_size" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""KL estimators: golden values and gradients, and the exact KL of a small distribution."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl_rc.tensor_ops import KL_KINDS, kl_penalty
+
+CASES = json.loads((Path(__file__).parents[2] / "golden" / "kl_penalty.json").read_text())["cases"]
+
+
+def double(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{index}-{case['kind']}" for index, case in enumerate(CASES)])
+def test_golden_value_and_gradient(case: dict) -> None:
+    log_probs = double(case["log_probs"]).requires_grad_()
+    value = kl_penalty(log_probs, double(case["ref_log_probs"]), case["kind"])
+    torch.testing.assert_close(value.detach(), double(case["expected"]), rtol=1e-6, atol=1e-6)
+    value.sum().backward()
+    torch.testing.assert_close(log_probs.grad, double(case["grad_of_sum"]), rtol=1e-6, atol=1e-6)
+
+
+def test_golden_cases_cover_every_kind() -> None:
+    assert {case["kind"] for case in CASES} | {"kl+"} == set(KL_KINDS)  # kl+ is k1+
+
+
+def distributions() -> tuple[Tensor, Tensor]:
+    """Logits of the policy (with gradient) and log-probs of the reference, over five tokens."""
+    logits = double([[0.3, -0.8, 1.1, 0.0, -0.4]])[0].requires_grad_()
+    return logits, double([[0.9, 0.2, -0.5, 0.4, -1.0]])[0].log_softmax(-1)
+
+
+def expected_gradient(kind: str) -> Tensor:
+    """Gradient of the estimator averaged over tokens sampled from the policy, sampling itself not being differentiated."""
+    logits, reference = distributions()
+    log_probs = logits.log_softmax(-1)
+    (log_probs.detach().exp() * kl_penalty(log_probs, reference, kind)).sum().backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+@pytest.mark.parametrize("kind", ["k2", "mse", "k1+", "kl+", "abs+", "k3+", "low_var_kl+"])
+def test_gradient_is_that_of_the_kl(kind: str) -> None:
+    logits, reference = distributions()
+    log_probs = logits.log_softmax(-1)
+    (log_probs.exp() * (log_probs - reference)).sum().backward()
+    torch.testing.assert_close(expected_gradient(kind), logits.grad)
+
+
+def test_k1_has_no_gradient_and_k3_that_of_the_opposite_kl() -> None:
+    logits, reference = distributions()
+    assert expected_gradient("k1").abs().max() < 1e-12
+    (reference.exp() * (reference - logits.log_softmax(-1))).sum().backward()
+    torch.testing.assert_close(expected_gradient("k3"), logits.grad)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_value_is_unbiased(kind: str) -> None:
+    logits, reference = distributions()
+    log_probs = logits.detach().log_softmax(-1)
+    kl = sum(p.exp() * (p - q) for p, q in zip(log_probs, reference, strict=True))
+    torch.testing.assert_close((log_probs.exp() * kl_penalty(log_probs, reference, kind)).sum(), kl)
+
+
+@pytest.mark.parametrize(("kind", "says"), [("full", "whole distributions"), ("k4", "k3"), ("k1++", "k1"), ("", "k1")])
+def test_refuses_what_it_cannot_estimate(kind: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        kl_penalty(torch.zeros(1), torch.zeros(1), kind)

@@ -1,0 +1,34 @@
+"""The command: 2 for what is wrong with configuration or data, with a message and no traceback."""
+
+import sys
+
+import pytest
+
+from verl_rc import main_sft
+
+
+def run(monkeypatch, capsys, *overrides):
+    monkeypatch.setattr(sys, "argv", ["main_sft", *overrides])
+    with pytest.raises(SystemExit) as raised:
+        main_sft.main()
+    return raised.value.code, capsys.readouterr().err
+
+
+GIVEN = ["data.train_files=a.parquet", "data.val_files=a.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.train_file=a.parquet"], "data.train_file is not a known key; the nearest is data.train_files"),
+        (GIVEN, "model"),
+        ([*GIVEN, "model.path=m", "trainer.output_dir=o", "trainer.stop_at_accuracy=20"], "trainer.stop_at_accuracy"),
+        ([*GIVEN, "model.path=./nowhere", "trainer.output_dir=o"], "there is no such folder"),
+    ],
+)
+def test_mistakes_end_with_2_and_a_message(overrides, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, written = run(monkeypatch, capsys, *overrides)
+    assert code == 2
+    assert message in written
+    assert "Traceback" not in written

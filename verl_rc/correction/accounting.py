@@ -1,0 +1,121 @@
+"""Who was rejected, and why: overall, by rule, by length, by the advantage's sign and by correctness."""
+
+import torch
+from torch import Tensor
+
+from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.correction.rejection import row_statistic, vetoed_rows
+from verl_rc.correction.resolved import ResolvedCorrection
+from verl_rc.correction.rows import Columns, real_rows
+
+LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
+"""Upper edges, in response tokens and inclusive, of the length buckets; the last bucket has none."""
+
+
+def accounting_columns(
+    ratio: LogRatio, keep: Tensor, resolved: ResolvedCorrection, advantages: Tensor | None
+) -> Columns:
+    """Response tokens the token rules keep; with full diagnostics also by sign of the advantage and by single rule."""
+    columns = {"token_kept": (ratio.response_mask & keep).sum(dim=-1).double()}
+    if not resolved.full:
+        return columns
+    for sign, where in _signs(ratio, advantages).items():
+        columns[f"{sign}.tokens"] = where.sum(dim=-1).double()
+        columns[f"{sign}.kept"] = (where & keep).sum(dim=-1).double()
+    rejected = {
+        bounded.name: ratio.valid & ~bounded.accepts(ratio.divergence(bounded.rule.divergence))
+        for bounded in resolved.rules
+        if bounded.rule.is_per_token
+    }
+    if rejected:
+        times = torch.stack(list(rejected.values())).sum(dim=0)
+        for name, where in rejected.items():
+            columns[f"rule.{name}.alone"] = (where & (times == 1)).sum(dim=-1).double()
+    return columns
+
+
+def accounting_sums(
+    columns: Columns, kept_rows: Tensor, resolved: ResolvedCorrection, scores: Tensor | None
+) -> Columns:
+    """Every row's share in the counts of rejected and kept tokens and rows; ``kept_rows`` bool ``[B]``: kept by the row rules."""
+    response = columns["response_tokens"]
+    kept = torch.where(kept_rows, columns["token_kept"], 0.0)
+    sums = {
+        "kept_tokens": kept,
+        "response_rows": (response > 0).double(),
+        "touched_rows": (kept < response).double(),
+        "rejected_rows": ((response > 0) & (kept == 0)).double(),
+    }
+    if resolved.config.rollout_token_veto_threshold is not None:
+        vetoed = real_rows(columns) & vetoed_rows(columns, resolved.config.rollout_token_veto_threshold)
+        sums |= {"vetoed_rows": vetoed.double(), "catastrophic_tokens": columns["catastrophic"]}
+    if not resolved.full:
+        return sums
+    for sign in ("positive", "negative"):
+        sums[f"{sign}.tokens"] = columns[f"{sign}.tokens"]
+        sums[f"{sign}.kept"] = torch.where(kept_rows, columns[f"{sign}.kept"], 0.0)
+    sums |= _exclusive(columns, kept_rows, resolved)
+    sums |= _by_length(response, kept)
+    return sums | _by_score(response, kept, scores)
+
+
+def _signs(ratio: LogRatio, advantages: Tensor | None) -> dict[str, Tensor]:
+    if advantages is None:
+        nowhere = torch.zeros_like(ratio.response_mask)
+        return {"positive": nowhere, "negative": nowhere}
+    return {"positive": ratio.response_mask & (advantages > 0), "negative": ratio.response_mask & (advantages < 0)}
+
+
+def _exclusive(columns: Columns, kept_rows: Tensor, resolved: ResolvedCorrection) -> Columns:
+    """Tokens that only one cause rejects: what would be kept without it."""
+    causes = _row_causes(columns, resolved)
+    times = torch.stack([*(cause.double() for cause in causes.values()), torch.zeros_like(columns["tokens"])]).sum(dim=0)
+    sums = {
+        f"only.{name}": torch.where(cause & (times == 1), columns["token_kept"], 0.0) for name, cause in causes.items()
+    }
+    for bounded in resolved.rules:
+        if bounded.rule.is_per_token:
+            sums[f"only.{bounded.name}"] = torch.where(kept_rows, columns[f"rule.{bounded.name}.alone"], 0.0)
+    if resolved.config.nonfinite_logprob == "reject_token":
+        sums["only.nonfinite"] = torch.where(kept_rows, columns["response_tokens"] - columns["tokens"], 0.0)
+    return sums
+
+
+def _row_causes(columns: Columns, resolved: ResolvedCorrection) -> dict[str, Tensor]:
+    """bool ``[B]`` for everything that rejects whole rows: the rows it rejects."""
+    config, real = resolved.config, real_rows(columns)
+    causes = {
+        bounded.name: real & ~bounded.accepts(row_statistic(bounded.rule, columns))
+        for bounded in resolved.rules
+        if not bounded.rule.is_per_token
+    }
+    if config.rollout_token_veto_threshold is not None:
+        causes["veto"] = real & vetoed_rows(columns, config.rollout_token_veto_threshold)
+    if config.nonfinite_logprob in ("reject_sequence", "raise"):
+        causes["nonfinite"] = columns["tokens"] < columns["response_tokens"]
+    return causes
+
+
+def _by_length(response: Tensor, kept: Tensor) -> Columns:
+    edges = torch.tensor(LENGTH_EDGES, dtype=response.dtype, device=response.device)
+    bucket = torch.bucketize(response, edges)
+    sums = {}
+    for index in range(len(LENGTH_EDGES) + 1):
+        sums[f"length_{index}.tokens"] = torch.where(bucket == index, response, 0.0)
+        sums[f"length_{index}.kept"] = torch.where(bucket == index, kept, 0.0)
+    return sums
+
+
+def _by_score(response: Tensor, kept: Tensor, scores: Tensor | None) -> Columns:
+    """Kept and all tokens of correct and wrong rows, and scores of the rows that are kept at least in part, or rejected."""
+    nobody = torch.zeros_like(response)
+    values = nobody if scores is None else scores.detach().double()
+    counted = nobody.bool() if scores is None else response > 0
+    sums = {}
+    for name, group in (("correct", counted & (values > 0)), ("wrong", counted & (values <= 0))):
+        sums[f"{name}.tokens"] = torch.where(group, response, 0.0)
+        sums[f"{name}.kept"] = torch.where(group, kept, 0.0)
+    for name, group in (("kept", counted & (kept > 0)), ("rejected", counted & (kept == 0))):
+        sums[f"score_{name}.rows"] = group.double()
+        sums[f"score_{name}.sum"] = torch.where(group, values, 0.0)
+    return sums
