@@ -14,7 +14,8 @@ seed=${SEED:-1}
 
 prompts_per_step=32
 samples_per_prompt=8
-training_steps=55
+prompts_per_update=16
+training_steps=120
 
 exec "${PYTHON:-python}" -m verl_rc.main_ppo \
     algorithm.adv_estimator=grpo \
@@ -27,7 +28,7 @@ exec "${PYTHON:-python}" -m verl_rc.main_ppo \
     data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$model_path" \
     actor_rollout_ref.model.enable_gradient_checkpointing=False \
-    actor_rollout_ref.actor.ppo_mini_batch_size=$prompts_per_step \
+    actor_rollout_ref.actor.ppo_mini_batch_size=$prompts_per_update \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
     actor_rollout_ref.actor.fsdp_config.dtype=float32 \
@@ -48,7 +49,7 @@ exec "${PYTHON:-python}" -m verl_rc.main_ppo \
     trainer.total_epochs=1 \
     trainer.total_training_steps=$training_steps \
     trainer.val_before_train=True \
-    trainer.test_freq=11 \
+    trainer.test_freq=20 \
     trainer.log_val_generations=8 \
     trainer.seed="$seed" \
     trainer.project_name=verl_rc_quickstart \

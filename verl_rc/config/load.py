@@ -254,8 +254,9 @@ def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
 def _refuse_unquoted_thresholds(folder: Path) -> None:
     """YAML reads 0.5_5 as the number 0.55; refuse it wherever it stands without quotes."""
     for path in sorted(folder.rglob("*.y*ml")):
-        found = _UNDERSCORED.search(path.read_text(encoding="utf-8"))
-        if found:
+        for found in _UNDERSCORED.finditer(path.read_text(encoding="utf-8")):
+            if isinstance(yaml.safe_load(found[2]), str):
+                continue
             raise ConfigError(
                 f"{path}: {found[1]} must be quoted, because YAML reads {found[2]} as a number without its underscore: "
                 f'write {found[1]}: "{found[2]}".'

@@ -68,7 +68,34 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ("rollout_rs_seq_masked_fraction", "share of non-empty rows with a rejected token", (0, 0.1)),
     ("nonfinite_token_fraction", "share of response tokens with a log-prob that is NaN or infinite", (0, 0)),
     ("safety_clamped_fraction", "share of tokens whose |l| was cut to the safety bound before exp", (0, 0.001)),
+    ("rollout_rs_seq_rejected_fraction", "share of non-empty rows of which nothing is kept", (0, 0.1)),
     ("skipped_updates", "optimizer steps skipped because nothing was left of the mini-batch", (0, 0)),
+)
+
+_FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
+    ("log_ratio_p{n}", "nats", "percentile over tokens of l, from a histogram (relative error at most 4 %)", None),
+    ("log_ratio_seq_p{n}", "nats", "percentile over rows of Σ l", None),
+    ("log_ratio_geo_p{n}", "nats", "percentile over rows of the row mean of l", None),
+    ("log_ratio_abs_max", "nats", "largest |l| over tokens", None),
+    ("log_ratio_exact_fraction", "1", "share of tokens with l = 0 exactly", None),
+    ("safety_clamped_seq_fraction", "1", "share of rows whose |Σ l| was cut to the safety bound before exp", (0, 0.001)),
+    ("misalignment_z", "1", "mean(ρ − 1) / (std(ρ) / √n) over tokens: beyond ±3 step after step is a fault", (-3, 3)),
+    ("misalignment_z_seq", "1", "the same over rows, of Π ρ", (-3, 3)),
+    ("rollout_is_raw_{statistic}", "1", "mean, std, min or max of the weights before threshold, over tokens or rows", None),
+    ("rollout_is_applied_{statistic}", "1", "mean, std, min or max of the weights after threshold, over tokens or rows", None),
+    ("rollout_is_p{n}", "1", "percentile of the raw weights, from the histogram of the log-ratios", None),
+    ("rollout_is_ess_raw_{level}", "1", "(Σw)² / (n Σw²) of the raw weights over tokens, rows or prompts", (0.3, 1)),
+    ("rollout_is_ess_applied_{level}", "1", "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts", (0.5, 1)),
+    ("rollout_rs_{rule}_exclusive_fraction", "1", "share of response tokens that this rule alone rejects", None),
+    ("rollout_rs_overlap_fraction", "1", "share of response tokens that several rules reject", None),
+    ("kept_fraction_{split}", "1", "share of tokens kept, by length of the response, sign of advantage or correctness", None),
+    ("kept_score_mean", "score", "mean score of the rows of which something is kept", None),
+    ("rejected_score_mean", "score", "mean score of the rows of which nothing is kept", None),
+    ("token_age_mean", "updates", "mean over tokens of the weight updates since they were sampled", (0, 4)),
+    ("token_age_max", "updates", "age of the oldest token", None),
+    ("age_{n}_token_fraction", "1", "share of tokens of this age; the last age holds all older ones", None),
+    ("age_{n}_kl", "nats", "mean of −l over the tokens of this age", None),
+    ("age_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this age", None),
 )
 
 SPECS = (
@@ -85,5 +112,6 @@ SPECS = (
         for name, text, healthy in _RULE
     ),
     *(MetricSpec(f"rollout_corr/{name}", "1", text, healthy, "correction") for name, text, healthy in _OUTCOME),
+    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _FULL),
 )
 """Entries of this room."""
