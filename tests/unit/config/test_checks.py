@@ -1,0 +1,49 @@
+"""Checks between keys: all problems are listed at once, and files are looked for separately."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_rc.config.checks import check_files, check_run
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.load import load_config
+from verl_rc.config.run import RunConfig
+
+
+def make_config(folder: Path, *overrides: str) -> RunConfig:
+    paths = [
+        f"data.train_files={folder}/a.parquet",
+        f"data.val_files={folder}/b.parquet",
+        f"actor_rollout_ref.model.path={folder}",
+    ]
+    small = ["actor_rollout_ref.actor.use_dynamic_bsz=True", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n=4"]
+    return load_config(RunConfig, [*paths, *small, "algorithm.adv_estimator=grpo", *overrides])
+
+
+def test_a_sound_run_passes(tmp_path: Path) -> None:
+    check_run(make_config(tmp_path))
+
+
+def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_run(make_config(tmp_path, "data.train_batch_size=100", "actor_rollout_ref.rollout.top_p=0.5"))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_missing_files_are_all_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_files(make_config(tmp_path))
+    message = str(caught.value)
+    assert all(name in message for name in ("a.parquet", "b.parquet", "actor_rollout_ref.model.path"))
+
+
+def test_files_that_are_there_pass(tmp_path: Path) -> None:
+    for name in ("a.parquet", "b.parquet", "config.json"):
+        (tmp_path / name).touch()
+    check_files(make_config(tmp_path))
+
+
+def test_a_hub_id_is_not_looked_for_on_disk(tmp_path: Path) -> None:
+    for name in ("a.parquet", "b.parquet"):
+        (tmp_path / name).touch()
+    check_files(make_config(tmp_path, "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"))

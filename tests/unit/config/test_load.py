@@ -1,0 +1,193 @@
+"""From overrides and YAML files to a configuration: forms that are accepted, and mistakes that are named."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.load import load_config, load_run_config, save_resolved_config
+from verl_rc.config.run import RunConfig
+
+ROOT = Path(__file__).parents[3]
+CORRECTION = "algorithm.rollout_correction"
+VALID = [
+    "data.train_files=train.parquet",
+    "data.val_files=val.parquet",
+    "data.train_batch_size=32",
+    "actor_rollout_ref.model.path=model",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.n=8",
+    "algorithm.adv_estimator=grpo",
+    "trainer.n_gpus_per_node=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("data.shuffle=False", "data.shuffle", False),
+        ("+data.shuffle=False", "data.shuffle", False),
+        ("++data.shuffle=False", "data.shuffle", False),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.optim.lr", 1e-6),
+        ("trainer.total_training_steps=null", "trainer.total_training_steps", None),
+        ("trainer.logger=['console','wandb']", "trainer.logger", ["console", "wandb"]),
+        ("trainer.logger=[console]", "trainer.logger", ["console"]),
+        ("data.train_files=['a.parquet','b.parquet']", "data.train_files", ["a.parquet", "b.parquet"]),
+        ("data.train_files=~/data/a.parquet", "data.train_files", ["~/data/a.parquet"]),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=32", "actor_rollout_ref.rollout.engine_kwargs.vllm", {"x": 32}),
+        ("reward.custom_reward_function.reward_kwargs={scale: 2}", "reward.custom_reward_function.reward_kwargs", {"scale": 2}),
+        ("data.val_batch_size=${data.train_batch_size}", "data.val_batch_size", 32),
+        ("data.val_batch_size=${data.max_prompt_length}", "data.val_batch_size", 512),
+        (f"{CORRECTION}.preset=decoupled_seq_is", f"{CORRECTION}.rollout_is", "sequence"),
+        (f"{CORRECTION}.preset=null", f"{CORRECTION}.rollout_is", None),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", "actor_rollout_ref.actor.clip_ratio_low", 0.3),
+    ],
+)  # fmt: skip
+def test_forms_users_write(override: str, key: str, value: object) -> None:
+    found: object = load_run_config([*VALID, override])
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_an_underscore_in_a_threshold_is_never_lost() -> None:
+    config = load_run_config([*VALID, f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5"])
+    bounds = config.algorithm.rollout_correction.weight_threshold()
+    assert (bounds.lower, bounds.upper) == (0.5, 5.0)
+
+
+def test_a_comma_list_of_rules_is_no_sweep() -> None:
+    rules = f"{CORRECTION}.rollout_rs=token_k1,seq_mean_k3"
+    config = load_run_config([*VALID, rules, f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,0.01"])
+    assert len(config.algorithm.rollout_correction.rejection_bounds()) == 2
+
+
+def test_given_leaves_win_over_the_preset() -> None:
+    preset = [f"{CORRECTION}.rollout_is_threshold=3.0", f"{CORRECTION}.preset=decoupled_token_is"]
+    correction = load_run_config([*VALID, *preset]).algorithm.rollout_correction
+    assert (correction.rollout_is, correction.weight_threshold().upper) == ("token", 3.0)
+
+
+MISTAKES = [
+    ("data.train_bach_size=8", "data.train_bach_size is not a known key; the nearest is data.train_batch_size"),
+    ("trainer.lr=1", "trainer.lr is not a known key; the nearest is actor_rollout_ref.actor.optim.lr"),
+    ("data.shuffle.now=1", "data.shuffle.now is not a known key"),
+    ("data.train_batch_size=many", "data.train_batch_size: Input should be a valid integer"),
+    ("data.train_batch_size=0", "data.train_batch_size: Input should be greater than or equal to 1"),
+    ("data.truncation=top", "data.truncation: Input should be 'error', 'left', 'right' or 'middle'"),
+    ("data.train_files=null", "data.train_files"),
+    ("data.train_batch_size=30", "data.train_batch_size must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size"),
+    ("actor_rollout_ref.rollout.n=1", "needs actor_rollout_ref.rollout.n >= 2, got 1"),
+    ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature"),
+    ("actor_rollout_ref.rollout.top_p=0.9", "training rollouts must sample from the whole distribution"),
+    ("actor_rollout_ref.rollout.top_k=50", "training rollouts must sample from the whole distribution"),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.min_p=0.1", "changes the sampled distribution"),
+    ("actor_rollout_ref.rollout.calculate_log_probs=False", "calculate_log_probs must be True"),
+    ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name: Input should be 'vllm'"),
+    ("actor_rollout_ref.rollout.max_model_len=100", "max_model_len must be at least"),
+    ("actor_rollout_ref.rollout.response_length=9999", "response_length must be at most data.max_response_length"),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "must be a multiple of"),
+    ("actor_rollout_ref.rollout.val_kwargs.n=4", "greedy samples would all be equal"),
+    ("actor_rollout_ref.rollout.dtype=int8", "actor_rollout_ref.rollout.dtype"),
+    ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollouts are not built yet"),
+    ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100", "must hold the longest sequence"),
+    ("actor_rollout_ref.actor.use_dynamic_bsz=False", "a micro-batch needs a limit"),
+    ("actor_rollout_ref.actor.grad_clip=1.0", "write actor_rollout_ref.actor.optim.clip_grad"),
+    ("actor_rollout_ref.actor.clip_ratio_c=0.5", "actor_rollout_ref.actor.clip_ratio_c"),
+    ("actor_rollout_ref.actor.loss_agg_mode=mean", "actor_rollout_ref.actor.loss_agg_mode"),
+    ("actor_rollout_ref.actor.optim.betas=[0.9]", "actor_rollout_ref.actor.optim.betas"),
+    ("actor_rollout_ref.actor.optim.lr_scheduler_type=step", "lr_scheduler_type"),
+    ("actor_rollout_ref.actor.use_kl_loss=True", "there is no reference model yet"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=nonsense", "loss_mode"),
+    ("actor_rollout_ref.actor.megatron.x=1", "Megatron is not supported"),
+    ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1", "the reference model is not built yet"),
+    ("actor_rollout_ref.model.lora_rank=8", "LoRA is not built yet"),
+    ("critic.optim.lr=1e-5", "the critic is not built yet"),
+    ("reward_model.enable=True", "it moved to reward.*"),
+    ("custom_reward_function.path=x.py", "write reward.custom_reward_function.path"),
+    ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae"),
+    ("algorithm.gamma=1.5", "algorithm.gamma"),
+    ("algorithm.use_kl_in_reward=True", "there is no reference model yet"),
+    ("algorithm.filter_groups.enable=True", "dynamic sampling is not built yet"),
+    ("trainer.logger=[console,fax]", "trainer.logger must name some of"),
+    ("trainer.save_freq=5", "checkpoints are not built yet"),
+    ("trainer.device=tpu", "trainer.device"),
+    ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node"),
+    ("transfer_queue.enable=True", "there is no separate data plane here"),
+    (f"{CORRECTION}.preset=decoupled_sq_is", "decoupled_seq_is"),
+    (f"{CORRECTION}.rollout_is=tokens", f"{CORRECTION}.rollout_is"),
+    (f"{CORRECTION}.rollout_rs=token_k1", "rollout_rs_threshold"),
+    (f"{CORRECTION}.bypass_mode=True", "bypass_mode"),
+    ("data.train_batch_size", "must have the form key=value"),
+    ("trainer.logger=[console", "the overrides cannot be read"),
+    ("--wrong", "options are --config-name"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_mistakes_are_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config([*VALID, override])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"])
+def test_what_must_be_given_is_named(missing: str) -> None:
+    with pytest.raises(ConfigError, match="must be given"):
+        load_run_config([override for override in VALID if not override.startswith(missing)])
+
+
+def write_run_file(folder: Path, text: str) -> list[str]:
+    (folder / "run.yaml").write_text(text)
+    return ["--config-dir", str(folder), "--config-name=run", *VALID]
+
+
+def test_a_run_file_and_overrides_that_win(tmp_path: Path) -> None:
+    arguments = write_run_file(tmp_path, "data:\n  shuffle: false\n  max_prompt_length: 99\n")
+    config = load_run_config([*arguments, "data.max_prompt_length=98"])
+    assert (config.data.shuffle, config.data.max_prompt_length) == (False, 98)
+
+
+def test_a_preset_in_a_run_file_gives_way_to_its_neighbours(tmp_path: Path) -> None:
+    text = "algorithm:\n  rollout_correction:\n    preset: decoupled_seq_is\n    rollout_is_threshold: 7\n"
+    correction = load_run_config(write_run_file(tmp_path, text)).algorithm.rollout_correction
+    assert (correction.rollout_is, correction.weight_threshold().upper) == ("sequence", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data:\n  shufle: false\n", "data.shufle is not a known key"),
+        ("algorithm:\n  rollout_correction:\n    rollout_is_threshold: 0.5_5\n", "must be quoted"),
+    ],
+)
+def test_mistakes_in_a_run_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run_config(write_run_file(tmp_path, text))
+
+
+def test_a_quoted_band_in_a_run_file(tmp_path: Path) -> None:
+    text = 'algorithm:\n  rollout_correction:\n    rollout_is: token\n    rollout_is_threshold: "0.5_5"\n'
+    assert load_run_config(write_run_file(tmp_path, text)).algorithm.rollout_correction.weight_threshold().lower == 0.5
+
+
+def test_the_resolved_configuration_loads_back(tmp_path: Path) -> None:
+    config = load_run_config([*VALID, f"{CORRECTION}.preset=decoupled_token_icepop"])
+    path = save_resolved_config(config, tmp_path)
+    assert load_config(RunConfig, ["--config-dir", str(tmp_path), "--config-name", path.stem]) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["data.train_bach_size=8"], "the nearest is data.train_batch_size"), (VALID, "must name existing files")],
+)
+def test_the_process_exits_with_2_and_one_message(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "verl_rc.main_ppo", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
