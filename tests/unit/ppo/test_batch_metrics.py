@@ -1,0 +1,56 @@
+"""Descriptions of a batch, on numbers that can be read."""
+
+import numpy as np
+import pytest
+import torch
+from small_models import make_train_batch
+
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch
+from verl_rc.ppo.batch_metrics import batch_metrics, policy_gap_metrics
+
+
+def make_rollouts(lengths: list[int]) -> RolloutBatch:
+    batch = make_train_batch(lengths)
+    return RolloutBatch(
+        tokens=batch.tokens,
+        response_mask=batch.response_mask,
+        rollout_log_probs=batch.rollout_log_probs,
+        policy_versions=torch.zeros(len(lengths), 7, dtype=torch.int64),
+        group_ids=torch.arange(len(lengths)),
+        finished=torch.ones(len(lengths), dtype=torch.bool),
+        batch_size=[len(lengths)],
+    )
+
+
+def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
+    lengths = [7, 2, 5, 4]
+    scores = torch.tensor([1.0, 0.0, 0.0, 3.0])
+    metrics = batch_metrics(make_train_batch(lengths), scores, make_rollouts(lengths), 5, 100)
+    assert metrics["critic/score/mean"] == 1.0
+    assert metrics["critic/score/max"] == 3.0
+    assert metrics["response_length/mean"] == 4.5
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["prompt_length/clip_ratio"] == 0.0
+    assert metrics["perf/total_num_tokens"] == sum(lengths) + (1 + 2 + 3 + 4)
+
+
+def test_the_gap_of_probabilities_against_numpy() -> None:
+    rollouts = make_rollouts([7, 2, 5])
+    proximal = rollouts.rollout_log_probs + 0.1 * torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
+    evaluations = PolicyEvaluations(old_log_probs=proximal, entropys=torch.full((3, 7), 2.0), batch_size=[3])
+    metrics = policy_gap_metrics(rollouts, evaluations)
+    mask = rollouts.response_mask.numpy()
+    ours = np.exp(proximal.double().numpy()[mask])
+    theirs = np.exp(rollouts.rollout_log_probs.double().numpy()[mask])
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(np.abs(ours - theirs).mean())
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(np.abs(ours - theirs).max())
+    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(np.corrcoef(ours, theirs)[0, 1])
+    assert metrics["actor/entropy"] == 2.0
+
+
+def test_equal_probabilities_give_no_nan() -> None:
+    rollouts = make_rollouts([2, 1])
+    constant = torch.where(rollouts.response_mask, -1.0, 0.0)
+    rollouts.rollout_log_probs = constant
+    evaluations = PolicyEvaluations(old_log_probs=constant, entropys=constant, batch_size=[2])
+    assert all(np.isfinite(value) for value in policy_gap_metrics(rollouts, evaluations).values())

@@ -1,0 +1,82 @@
+"""From scored rollouts to the train batch: rejection changes the loss mask and nothing else."""
+
+import pytest
+import torch
+
+from verl_rc.config.algorithm import AlgorithmConfig
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenBatch, positions_mask
+from verl_rc.ppo.train_batch import build_train_batch, outcome_rewards
+
+LENGTHS = torch.tensor([3, 2, 3, 1])
+SCORES = torch.tensor([1.0, 0.0, 1.0, 1.0])
+
+
+def make_rollouts(log_ratio_of_last_token: float = 0.0) -> tuple[RolloutBatch, PolicyEvaluations]:
+    """Two groups of two rows; the last token of row 0 has the given log-ratio, all others agree."""
+    mask = positions_mask(LENGTHS, 3)
+    tokens = TokenBatch(
+        prompts=torch.ones(4, 1, dtype=torch.int64),
+        prompt_lengths=torch.ones(4, dtype=torch.int64),
+        responses=torch.ones(4, 3, dtype=torch.int64),
+        response_lengths=LENGTHS,
+        batch_size=[4],
+    )
+    rollout = torch.where(mask, -1.0, 0.0)
+    proximal = rollout.clone()
+    proximal[0, 2] += log_ratio_of_last_token
+    rollouts = RolloutBatch(
+        tokens=tokens,
+        response_mask=mask,
+        rollout_log_probs=rollout,
+        policy_versions=torch.zeros(4, 3, dtype=torch.int64),
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        finished=torch.ones(4, dtype=torch.bool),
+        batch_size=[4],
+    )
+    return rollouts, PolicyEvaluations(old_log_probs=proximal, entropys=torch.zeros(4, 3), batch_size=[4])
+
+
+def algorithm(**correction: object) -> AlgorithmConfig:
+    config = RolloutCorrectionConfig.model_validate(correction)
+    return AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config)
+
+
+def test_scores_lie_on_the_last_token_of_the_mask() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, True], [False, False, False]])
+    rewards = outcome_rewards(torch.tensor([2.0, 3.0, 5.0]), mask)
+    assert rewards.tolist() == [[0, 2, 0], [0, 0, 3], [0, 0, 0]]
+
+
+def test_without_correction_everything_is_kept_and_unweighted() -> None:
+    rollouts, evaluations = make_rollouts()
+    batch, _ = build_train_batch(rollouts, SCORES, evaluations, algorithm())
+    assert batch.rollout_is_weights is None
+    assert torch.equal(batch.loss_mask, batch.response_mask)
+    assert batch.advantages[:, 0].tolist() == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_rejecting_the_last_token_loses_no_reward() -> None:
+    rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-2.0)
+    rule = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+    batch, _ = build_train_batch(rollouts, SCORES, evaluations, algorithm(**rule))
+    assert batch.loss_mask[0].tolist() == [True, True, False]
+    assert torch.equal(batch.response_mask, rollouts.response_mask)
+    assert batch.advantages[0].tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("baseline", "other_advantage"), [("include", -0.5), ("exclude", 0.0)])
+def test_a_rejected_row_in_its_groups_baseline(baseline: str, other_advantage: float) -> None:
+    rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-2.0)
+    rule = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0", "rejected_in_group_baseline": baseline}
+    batch, _ = build_train_batch(rollouts, SCORES, evaluations, algorithm(**rule))
+    assert not batch.loss_mask[0].any()
+    assert float(batch.advantages[1, 0]) == other_advantage
+
+
+def test_sequence_weights_are_products_of_token_ratios() -> None:
+    rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
+    batch, correction = build_train_batch(rollouts, SCORES, evaluations, algorithm(rollout_is="sequence"))
+    assert batch.rollout_is_weights is not None
+    torch.testing.assert_close(batch.rollout_is_weights[0], torch.full((3,), 0.60653067))
+    assert correction.metrics()["rollout_corr/kl"] == pytest.approx(0.5 / 9)
