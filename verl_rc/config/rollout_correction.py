@@ -102,7 +102,8 @@ class RolloutCorrectionConfig(PresetConstructors):
             )
         if self.rollout_is is None and self.rollout_is_batch_normalize:
             raise ValueError(
-                f"{_SECTION}.rollout_is_batch_normalize=True needs weights to normalise; pass {_SECTION}.rollout_is=token or drop it"
+                f"{_SECTION}.rollout_is_batch_normalize=True needs weights to normalise; pass {_SECTION}.rollout_is=token or "
+                "drop it"
             )
         self.rejection_bounds()
         self._check_modes()

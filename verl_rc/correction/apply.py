@@ -40,7 +40,7 @@ class CorrectionResult:
         return self.statistics.metrics(self.config)
 
 
-def compute_rollout_correction(
+def compute_rollout_correction(  # noqa: PLR0913  (a public function: named arguments for notebooks and other trainers)
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,

@@ -10,6 +10,7 @@ from verl_rc.cluster.trainer_group import TrainerGroup
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.metrics.sinks import Tracker
+from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.rewards import RewardOutput
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import GapMonitor
@@ -36,6 +37,8 @@ class Run:
     """Watches the gap of every step's own rollouts."""
     canary_monitor: GapMonitor
     """Watches the gap of generated canary tokens."""
+    skipped_updates: SkippedUpdateGuard
+    """Stops the run when rejection leaves nothing to train on."""
     tracker: Tracker
     total_steps: int
     max_model_len: int

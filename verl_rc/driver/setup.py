@@ -21,6 +21,7 @@ from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.driver.announce import announced
 from verl_rc.driver.run import Run
 from verl_rc.metrics.sinks import open_tracker
+from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.rewards import build_reward
 from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.weight_sync.proof import GapMonitor, engine_precision
@@ -79,6 +80,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             manifest=trainer.manifest(),
             gap_monitor=GapMonitor(precision, rollout.sync_proof.gap_limit),
             canary_monitor=GapMonitor(precision, rollout.sync_proof.gap_limit),
+            skipped_updates=SkippedUpdateGuard(config.algorithm.rollout_correction.max_skipped_updates),
             tracker=tracker,
             total_steps=total_steps,
             max_model_len=max_model_length(config),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.correction import CorrectionResult
+from verl_rc.correction import CorrectionResult, require_finite
 from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.microbatch import MicroBatchLimit
@@ -132,8 +132,10 @@ def update_policy(run: Run, batch: TrainBatch, step: int, record: StepRecord) ->
         seed=request_seed({"seed": run.config.trainer.seed, "step": step}),
         denominator=correction.rejection_denominator,
     )
+    mini_batches = plan_mini_batches(batch, options)
+    run.skipped_updates.observe(mini_batches)
     with record.stage("update_actor"):
-        record.add_records(run.trainer.update(batch, plan_mini_batches(batch, options), update_limit(run)))
+        record.add_records(run.trainer.update(batch, mini_batches, update_limit(run)))
     record.add_busy("update_actor", run.trainer.busy_seconds)
 
 
@@ -200,7 +202,9 @@ def describe_batch(
     data = run.config.data
     record.add(batch_metrics(batch, scored.scores, rollouts, data.max_response_length, data.max_prompt_length))
     record.add(policy_gap_metrics(rollouts, evaluations))
-    record.add(correction.metrics())
+    correction_metrics = correction.metrics()
+    require_finite(correction_metrics, run.config.algorithm.rollout_correction)
+    record.add(correction_metrics)
 
 
 def dump_rollouts(

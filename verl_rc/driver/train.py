@@ -43,5 +43,6 @@ def train(run: Run) -> None:
             last = validate(run, record, step)
         stages.dump_rollouts(run, step, prompts, rollouts, scored, record)
         run.tracker.log({**record.metrics(), "training/global_step": step, "training/epoch": epoch}, step=step)
+    say("written to %s: %s", run.folder, ", ".join(sorted(path.name for path in run.folder.iterdir())))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)

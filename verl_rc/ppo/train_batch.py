@@ -17,26 +17,35 @@ def build_train_batch(
     ``scores`` float32 ``[B]`` are outcome scores. Correction decides weights and ``loss_mask`` only; rewards,
     advantages and their statistics use ``response_mask``, so a reward on a rejected token is never lost.
     """
-    correction_config = algorithm.rollout_correction
+    config = algorithm.rollout_correction
+    rewards = outcome_rewards(scores, rollouts.response_mask)
+
+    def advantages_of(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        return compute_advantages(
+            algorithm.adv_estimator,
+            rewards,
+            rollouts.response_mask,
+            group_ids=rollouts.group_ids,
+            included_rows=included_rows,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        )
+
+    excluded = config.rejected_in_group_baseline == "exclude"
+    advantages, returns = advantages_of(None)
     correction = compute_rollout_correction(
         evaluations.old_log_probs,
         rollouts.rollout_log_probs,
         rollouts.response_mask,
-        correction_config,
+        config,
+        advantages=None if excluded else advantages,
         group_ids=rollouts.group_ids,
         policy_versions=rollouts.policy_versions,
+        scores=scores,
     )
-    excluded = correction_config.rejected_in_group_baseline == "exclude"
-    advantages, returns = compute_advantages(
-        algorithm.adv_estimator,
-        outcome_rewards(scores, rollouts.response_mask),
-        rollouts.response_mask,
-        group_ids=rollouts.group_ids,
-        included_rows=correction.keep_mask.any(dim=-1) if excluded else None,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-    )
+    if excluded:
+        advantages, returns = advantages_of(~correction.rejected_rows)
     batch = TrainBatch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,

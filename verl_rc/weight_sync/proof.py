@@ -59,8 +59,9 @@ class LogProbGap:
 
     @classmethod
     def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap":
-        """Gap over the True positions of ``mask`` (all ``[B, R]``)."""
+        """Gap over the True positions of ``mask`` (all ``[B, R]``) whose log-probs are finite; others are not its business."""
         gap = (train_log_probs - rollout_log_probs).abs()[mask].double()
+        gap = gap[torch.isfinite(gap)]
         mean, maximum = torch.stack([gap.mean(), gap.max()]).tolist() if gap.numel() else (0.0, 0.0)
         return cls(mean, maximum)
 
