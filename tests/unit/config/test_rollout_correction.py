@@ -1,0 +1,46 @@
+"""The correction section: contradictions are refused when it is built."""
+
+import pytest
+from pydantic import ValidationError
+
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+
+
+def test_the_default_measures_and_corrects_nothing() -> None:
+    config = RolloutCorrectionConfig()
+    assert (config.rollout_is, config.rollout_rs, config.bypass_mode) == (None, None, False)
+    assert config.rejection_bounds() == {}
+    assert not config.rejects
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout_is": "tokens"}, "did you mean token"),
+        ({"rollout_is": "token", "rollout_is_threshold": None}, "needs .*rollout_is_threshold, got null"),
+        ({"rollout_is": "token", "rollout_is_threshold": float("nan")}, "finite and > 0"),
+        ({"rollout_is_batch_normalize": True}, "needs weights to normalise"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs_threshold, got null"),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": 2}, "use seq_sum_k1"),
+        ({"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "2,0.1,3"}, "one for each of the 2"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "must be one upper bound"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "must be >= 1"),
+        ({"rollout_rs_threshold": 2.0}, "rollout_rs is null"),
+        ({"rollout_token_veto_threshold": 2.0}, "less than or equal to 1"),
+        ({"loss_type": "reinforce"}, "loss of bypass mode"),
+        ({"rejection_denominator": "kept"}, "needs a rejection rule"),
+        ({"rejected_in_group_baseline": "exclude"}, "needs decoupled mode and a rejection rule"),
+        ({"nonfinite_stop_fraction": 2}, "less than or equal to 1"),
+        ({"surplus": 1}, "Extra inputs"),
+    ],
+)
+def test_refusals(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RolloutCorrectionConfig.model_validate(fields)
+
+
+def test_one_threshold_serves_all_rules_or_each_has_its_own() -> None:
+    shared = RolloutCorrectionConfig(rollout_rs="token_k2,seq_max_k2", rollout_rs_threshold=0.5)
+    assert [bound.upper for bound in shared.rejection_bounds().values()] == [0.5, 0.5]
+    own = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=["0.5_2.0", 0.01])
+    assert [(bound.lower, bound.upper) for bound in own.rejection_bounds().values()] == [(0.5, 2.0), (None, 0.01)]
