@@ -1,6 +1,5 @@
 """WHAT rollout correction does: weights, rejection, and how they enter the loss."""
 
-from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -168,11 +167,6 @@ class RolloutCorrectionConfig(PresetConstructors):
         for rule, bound in bounds.items():
             _check_bound(rule, bound, f"{key}_threshold of {rule.name}")
         return {rule.name: bound for rule, bound in bounds.items()}
-
-    @classmethod
-    def from_legacy(cls, mapping: Mapping[str, object]) -> tuple[Self, list[str]]:
-        """Not built yet."""
-        raise NotImplementedError(sorted(mapping))
 
 
 def _check_bound(rule: RejectionRule, bound: Threshold, key: str) -> None:

@@ -28,9 +28,7 @@ def test_weights_mask_and_metrics(index: int) -> None:
     case = CASES[index]
     config = RolloutCorrectionConfig(**case["config"])
     mask = as_tensor(case["response_mask"]).bool()
-    result = compute_rollout_correction(
-        as_tensor(case["old_log_probs"]), as_tensor(case["rollout_log_probs"]), mask, config
-    )
+    result = compute_rollout_correction(as_tensor(case["old_log_probs"]), as_tensor(case["rollout_log_probs"]), mask, config)
     expected = case["expected"]
     if expected["rollout_is_weights"] is None:
         assert result.weights is None
