@@ -2,13 +2,17 @@
 
 from verl_rc.config.load import run_with_config
 from verl_rc.config.run import RunConfig
+from verl_rc.driver.announce import say, speak_on_stdout
 
 
 def train(config: RunConfig) -> None:
     """Hand a valid configuration over."""
-    from verl_rc.cluster.ray_session import start_ray_in_background  # noqa: PLC0415  (ray loads once it is valid)
+    speak_on_stdout()
+    say("loading ray and torch, starting Ray …")
+    # ray loads only once the configuration is valid
+    from verl_rc.cluster.ray_session import num_processes, start_ray_in_background  # noqa: PLC0415
 
-    ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.trainer.n_gpus_per_node)
+    ray_started = start_ray_in_background(config.ray_kwargs.ray_init, num_processes(config))
     from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (torch loads while Ray starts)
 
     run_training(config, ray_started)

@@ -6,34 +6,46 @@ from typing import Any
 
 import ray
 
+from verl_rc.config.run import RunConfig
 from verl_rc.config.trainer import RayInitConfig
 
 _OBJECT_STORE_BYTES = 512 << 20
-_SPARE_CPUS = 8
 _RAY_STARTER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-ray")
 
 
-def start_ray_in_background(config: RayInitConfig, num_processes: int) -> "Future[None]":
+def start_ray_in_background(config: RayInitConfig, processes: int) -> "Future[None]":
     """Start Ray in a thread and return at once; the future's result, or its error, comes when Ray is up.
 
     The thread must stay alive until the process ends: Ray asks the kernel to kill its processes when their parent dies
     (PR_SET_PDEATHSIG), and to the kernel the parent is the thread that started them. An executor keeps its thread.
     """
-    return _RAY_STARTER.submit(start_ray, config, num_processes)
+    return _RAY_STARTER.submit(start_ray, config, processes)
 
 
-def start_ray(config: RayInitConfig, num_processes: int) -> None:
-    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``num_processes``."""
+def start_ray(config: RayInitConfig, processes: int) -> None:
+    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``processes``."""
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
     address = options.pop("address", None)
     runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
-    runtime_env["env_vars"] = {"PYTHONPATH": _python_path(), **runtime_env.pop("env_vars", {})}
     if address is not None:
+        runtime_env["env_vars"] = {"PYTHONPATH": _python_path(), **runtime_env.pop("env_vars", {})}
         ray.init(address=address, runtime_env=runtime_env, logging_level="ERROR", log_to_driver=True)
         return
-    options.setdefault("num_cpus", (os.cpu_count() or 1) + num_processes + _SPARE_CPUS)
+    # Ray starts a Python worker per CPU ahead of need, and none of those serves a job with a runtime environment: so just as
+    # many CPUs as processes, and the path by inheritance.
+    os.environ["PYTHONPATH"] = _python_path()
+    options.setdefault("num_cpus", processes)
     options.setdefault("object_store_memory", _OBJECT_STORE_BYTES)
-    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=runtime_env, **options)
+    if runtime_env:
+        options["runtime_env"] = runtime_env
+    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, **options)
+
+
+def num_processes(config: RunConfig) -> int:
+    """Trainer ranks and engines of a run."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    engine_devices = (rollout.nnodes or trainer.nnodes) * (rollout.n_gpus_per_node or trainer.n_gpus_per_node)
+    return trainer.nnodes * trainer.n_gpus_per_node + max(1, engine_devices // rollout.tensor_model_parallel_size)
 
 
 def _python_path() -> str:

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 
 from verl_rc.config.run import RunConfig
 from verl_rc.driver import stages
-from verl_rc.driver.announce import say, speak_on_stdout
+from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
 from verl_rc.driver.run import Run
 from verl_rc.driver.setup import open_run
@@ -14,7 +14,6 @@ from verl_rc.ppo.train_batch import build_train_batch
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
     """Set a run up, train, and leave nothing behind but its folder."""
-    speak_on_stdout()
     with open_run(config, ray_started) as run:
         train(run)
 
