@@ -8,6 +8,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import pickle
 import statistics
 import time
 from collections.abc import Callable
@@ -48,10 +49,11 @@ def engine_alone(folder: Path, results: Any) -> None:
     engine = RolloutEngine(engine_options(config, "cpu"))
     options = SamplingOptions.for_training(rollout, (tokenizer.eos_token_id,))
     completions = engine.generate(requests, options)
-    results.put((median_seconds(lambda: engine.generate(requests, options)), requests, completions))
+    seconds = median_seconds(lambda: engine.generate(requests, options))
+    results.put((seconds, pickle.dumps((requests, completions))))  # bytes outlive the process, shared tensors do not
 
 
-def trainer_alone(folder: Path, requests: Any, completions: Any, results: Any) -> None:
+def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None:
     """Seconds of one forward without gradient, and of one update, over the same tokens in this process."""
     import torch
 
@@ -65,6 +67,7 @@ def trainer_alone(folder: Path, requests: Any, completions: Any, results: Any) -
     from verl_rc.workers.policy_worker import PolicyWorker
 
     config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
+    requests, completions = pickle.loads(rollouts_of_engine)
     worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", 29_731), total_steps=10)
     prompts = [request.prompt_token_ids for request in requests]
     rollouts = build_rollout_batch(prompts, [0] * len(prompts), completions, pad_token_id=0)
@@ -97,9 +100,9 @@ def main() -> None:
     results = context.Queue()
     engine = context.Process(target=engine_alone, args=(folder, results))
     engine.start()
-    generation, requests, completions = results.get()
+    generation, rollouts = results.get()
     engine.join()
-    trainer = context.Process(target=trainer_alone, args=(folder, requests, completions, results))
+    trainer = context.Process(target=trainer_alone, args=(folder, rollouts, results))
     trainer.start()
     forward, update = results.get()
     trainer.join()
