@@ -29,7 +29,7 @@ class TrainerConfig(StrictModel):
     total_epochs: int = Field(30, ge=1)
     """Passes over the training prompts."""
     total_training_steps: int | None = Field(None, ge=1)
-    """Steps in all; null: as many as the epochs have."""
+    """Steps in all, at most as many as the epochs have; null: as many."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False

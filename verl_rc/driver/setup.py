@@ -46,7 +46,8 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             loader = build_train_loader(config.data, tokenizer, config.trainer.seed)
             validation_rows = build_validation_rows(config.data, tokenizer, config.trainer.seed)
             reward = build_reward(config.reward)
-        total_steps = config.trainer.total_training_steps or len(loader) * config.trainer.total_epochs
+        steps_of_epochs = len(loader) * config.trainer.total_epochs
+        total_steps = min(config.trainer.total_training_steps or steps_of_epochs, steps_of_epochs)
         building_ranks = trainer.build(config, total_steps)
         timeout = config.trainer.ready_timeout_seconds
         with announced(f"{trainer.num_ranks} trainer rank(s): torch, model, shards"):
