@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
-Divergence = Literal["k1", "k2", "k3"]
+Divergence = Literal["k1", "k2", "k3", "tv", "bkl", "kpop"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,9 @@ class RejectionRule:
     scope: Scope
     """``token``: every token is judged by itself; ``seq_*``: the row is judged by the sum, mean or maximum over its tokens."""
     divergence: Divergence
-    """The per-token statistic, of the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l."""
+    """The per-token statistic. Of the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l. Of the sampled
+    token's probabilities p under train and q under rollout: tv = |p - q|, bkl = the KL divergence of q from p with all other
+    tokens taken together, kpop = the larger of the two directions of that."""
 
     @property
     def name(self) -> str:
@@ -25,7 +27,7 @@ class RejectionRule:
 
     @property
     def bounds_ratio(self) -> bool:
-        """Whether thresholds are bounds on the ratio train/rollout (k1); else an upper bound on the statistic."""
+        """Whether thresholds are bounds on the ratio train/rollout (k1); else they are upper bounds on the statistic."""
         return self.divergence == "k1"
 
     @property
@@ -48,9 +50,15 @@ REJECTION_RULES: dict[str, RejectionRule] = {
         RejectionRule("seq_mean", "k3"),
         RejectionRule("seq_max", "k2"),
         RejectionRule("seq_max", "k3"),
+        RejectionRule("token", "tv"),
+        RejectionRule("token", "bkl"),
+        RejectionRule("token", "kpop"),
+        RejectionRule("seq_max", "tv"),
+        RejectionRule("seq_max", "bkl"),
     )
 }
-"""The options of ``rollout_rs``. There is no ``seq_max_k1``: the largest -l says nothing about ratios above 1."""
+"""The options of ``rollout_rs``: verl's eleven, then those of probabilities. There is no ``seq_max_k1``: the largest -l says
+nothing about ratios above 1."""
 
 _FORMER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 

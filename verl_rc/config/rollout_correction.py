@@ -1,10 +1,12 @@
 """WHAT rollout correction does: weights, rejection, and how they enter the loss."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from verl_rc.config.rejection_rules import REJECTION_RULES, RejectionRule, nearest_name, parse_rules
+from verl_rc.config.rollout_correction_legacy import import_legacy
 from verl_rc.config.rollout_correction_presets import PRESETS, PresetConstructors, preset_fields
 from verl_rc.config.thresholds import Threshold, parse_threshold, threshold_specs
 
@@ -34,8 +36,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     rollout_rs: str | list[str] | None = None
     """Rejection rules, a list or comma-separated; what fails any of them is left out of the policy loss; null: none."""
     rollout_rs_threshold: ThresholdInput = None
-    """One threshold for all rules, or one for each. k1 rules take bounds on the ratio (one number u means 1/u to u), k2 and k3
-    rules an upper bound on their statistic."""
+    """One threshold for all rules, or one for each. k1 rules take bounds on the ratio (one number u means 1/u to u), all others
+    an upper bound on their statistic."""
     rollout_token_veto_threshold: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     """Ratio below which a single token gets its whole row rejected; null: no veto."""
     bypass_mode: bool = False
@@ -167,6 +169,15 @@ class RolloutCorrectionConfig(PresetConstructors):
         for rule, bound in bounds.items():
             _check_bound(rule, bound, f"{key}_threshold of {rule.name}")
         return {rule.name: bound for rule, bound in bounds.items()}
+
+    @classmethod
+    def from_legacy(cls, mapping: Mapping[str, object]) -> tuple[Self, list[str]]:
+        """The configuration that settings of any verl release since August 2025 mean today, and notes on what changed.
+
+        See ``rollout_correction_legacy.import_legacy`` for the keys. Raises ``ValueError`` for keys and values of no release.
+        """
+        fields, notes = import_legacy(mapping)
+        return cls.model_validate(fields), notes
 
 
 def _check_bound(rule: RejectionRule, bound: Threshold, key: str) -> None:

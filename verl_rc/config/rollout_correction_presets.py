@@ -112,7 +112,52 @@ _FORMER: Mapping[str, Preset] = {
     "seq_rs": Preset("sequences with a ratio outside [0.5, 2] are rejected", _PRODUCT_BAND, _WHEN_DOCS),
 }
 
-PRESETS: Mapping[str, Preset] = {**_TODAY, **_FORMER}
+_PAPERS: Mapping[str, Preset] = {
+    "tis": Preset("token weights truncated at 2, as FlashRL introduced them", _TOKEN, "Yao et al. 2025, truncated IS"),
+    "icepop": Preset("token weights, zero outside [0.5, 5]", _ICEPOP, "arXiv:2510.18855, IcePop"),
+    "kpop": Preset(
+        "tokens with a binary KL above 2, in the larger direction, are rejected",
+        {"rollout_rs": "token_kpop", "rollout_rs_threshold": 2.0},
+        "arXiv:2606.15079, KPop",
+    ),
+    "trm": Preset(
+        "sequences with a token of |log ratio| above 1, or a mean k3 above 0.01, are rejected",
+        {"rollout_rs": "seq_max_k2,seq_mean_k3", "rollout_rs_threshold": "0.5,0.01"},
+        "arXiv:2512.23075, trust region masking",
+    ),
+    "seq_mask_tis": Preset(
+        "geometric band [0.99, 1.01] for sequences, token weights without truncation for those kept",
+        {
+            **_TOKEN,
+            "rollout_is_threshold": 4.9e8,
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": "0.99_1.01",
+        },
+        "OpenRLHF and NeMo-RL, seq-mask-tis",
+    ),
+    "mis_po": Preset(
+        "tokens outside [0.5, 2] and sequences with a geometric mean ratio outside [0.996, 1.001] are rejected; no weights",
+        {"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_2.0,0.996_1.001"},
+        "Step-3.5-Flash report, MIS-PO",
+    ),
+    "dppo_tv": Preset(
+        "tokens whose probability differs by more than 0.15 are rejected",
+        {"rollout_rs": "token_tv", "rollout_rs_threshold": 0.15},
+        "arXiv:2602.04879, DPPO with binary total variation, symmetric and as a filter",
+    ),
+    "dppo_kl": Preset(
+        "tokens with a binary KL above 0.05 are rejected",
+        {"rollout_rs": "token_bkl", "rollout_rs_threshold": 0.05},
+        "arXiv:2602.04879, DPPO with binary KL, symmetric and as a filter",
+    ),
+    "prefix_is": Preset(
+        "weights of a token: the product of the ratios up to it, truncated at 2",
+        {"rollout_is": "prefix"},
+        "Precup, Sutton and Singh 2000, per-decision importance sampling",
+    ),
+}
+
+PRESETS: Mapping[str, Preset] = {**_TODAY, **_FORMER, **_PAPERS}
 """Every preset by name."""
 
 

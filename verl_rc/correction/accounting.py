@@ -97,8 +97,9 @@ def _row_causes(columns: Columns, resolved: ResolvedCorrection) -> dict[str, Ten
 
 
 def _by_length(response: Tensor, kept: Tensor) -> Columns:
-    edges = torch.tensor(LENGTH_EDGES, dtype=response.dtype, device=response.device)
-    bucket = torch.bucketize(response, edges)
+    bucket = torch.zeros_like(response)
+    for edge in LENGTH_EDGES:
+        bucket += response > edge
     sums = {}
     for index in range(len(LENGTH_EDGES) + 1):
         sums[f"length_{index}.tokens"] = torch.where(bucket == index, response, 0.0)

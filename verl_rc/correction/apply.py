@@ -74,7 +74,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         for rows in row_chunks(train_log_probs):
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
             decision = decide_tokens(ratio, resolved)
-            sweep.add(ratio, train_log_probs[rows], decision, context.rows(rows))
+            sweep.add(ratio, decision, context.rows(rows))
             outputs.write(rows, ratio, decision)
         statistics = sweep.statistics(context)
         rejected = outputs.finish(sweep.columns(), statistics)

@@ -9,6 +9,9 @@ from torch import Tensor
 SAFETY_BOUND = 20.0
 """Log-ratios (or their sums and means) are bounded by ±20 before exp: e^20 = 4.85e8."""
 
+PROBABILITY_MARGIN = 1e-8
+"""Probabilities are kept this far from 0 and 1 before their logarithms are taken."""
+
 
 @dataclass(frozen=True)
 class LogRatio:
@@ -23,6 +26,8 @@ class LogRatio:
     """bool ``[B, T]``: response tokens with two finite log-probs."""
     response_mask: Tensor
     """bool ``[B, T]``: tokens the policy produced."""
+    train: Tensor
+    """``[B, T]``, nats: log-probs under the train policy."""
 
     @cached_property
     def bounded(self) -> Tensor:
@@ -50,6 +55,31 @@ class LogRatio:
         return (self.excess - self.bounded).clamp_min_(0.0)
 
     @cached_property
+    def probabilities(self) -> tuple[Tensor, Tensor]:
+        """Of the sampled tokens under train and under rollout, ``[B, T]``, kept ``PROBABILITY_MARGIN`` away from 0 and 1."""
+        train, rollout = self.train.exp(), (self.train - self.values).exp()
+        low, high = PROBABILITY_MARGIN, 1.0 - PROBABILITY_MARGIN
+        return train.clamp_(low, high), rollout.clamp_(low, high)
+
+    @cached_property
+    def tv(self) -> Tensor:
+        """``|p - q|``, the total variation between the two policies with all other tokens taken together, ``[B, T]``."""
+        train, rollout = self.probabilities
+        return (train - rollout).abs_()
+
+    @cached_property
+    def bkl(self) -> Tensor:
+        """``q ln(q/p) + (1-q) ln((1-q)/(1-p))``, KL(rollout || train) of the same, ``[B, T]`` (DPPO, arXiv:2602.04879)."""
+        train, rollout = self.probabilities
+        return _binary_kl(rollout, train)
+
+    @cached_property
+    def kpop(self) -> Tensor:
+        """The larger of the two directions of the binary KL, ``[B, T]`` (KPop, arXiv:2606.15079)."""
+        train, rollout = self.probabilities
+        return torch.maximum(_binary_kl(rollout, train), _binary_kl(train, rollout))
+
+    @cached_property
     def tokens(self) -> Tensor:
         """Valid tokens of each row, float64 ``[B]``."""
         return self.valid.sum(dim=-1).double()
@@ -60,8 +90,9 @@ class LogRatio:
         return self.response_mask.sum(dim=-1).double()
 
     def divergence(self, name: str) -> Tensor:
-        """``k1``, ``k2`` or ``k3`` by name."""
-        return {"k1": lambda: self.k1, "k2": lambda: self.k2, "k3": lambda: self.k3}[name]()
+        """The statistic of a rule, by the name of its property."""
+        values: Tensor = getattr(self, name)
+        return values
 
     def row_max(self, values: Tensor) -> Tensor:
         """Largest of ``values`` ``[B, T]`` over each row's valid tokens, ``[B]``; -inf for a row without any."""
@@ -88,4 +119,12 @@ def log_ratio(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask:
     mask = response_mask.bool()
     difference = train_log_probs.detach().double() - rollout_log_probs.detach().double()
     valid = difference.isfinite() & mask
-    return LogRatio(difference.masked_fill_(~valid, 0.0), valid, mask)
+    invalid = ~valid
+    train = train_log_probs.detach().double().masked_fill(invalid, 0.0)
+    return LogRatio(difference.masked_fill_(invalid, 0.0), valid, mask, train)
+
+
+def _binary_kl(first: Tensor, second: Tensor) -> Tensor:
+    """KL divergence of two coins that land on 1 with these probabilities."""
+    tails = (1.0 - first) * ((1.0 - first) / (1.0 - second)).log_()
+    return (first * (first / second).log_()).add_(tails).clamp_min_(0.0)

@@ -50,7 +50,7 @@ def measure(
     with torch.no_grad():
         for rows in row_chunks(train_log_probs):
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-            sweep.add(ratio, train_log_probs[rows], decide_tokens(ratio, resolved), context.rows(rows))
+            sweep.add(ratio, decide_tokens(ratio, resolved), context.rows(rows))
         return sweep.statistics(context)
 
 
@@ -92,11 +92,11 @@ class Sweep:
         self._parts: list[Columns] = []
         self._histogram: Tensor | None = None
 
-    def add(self, ratio: LogRatio, train_log_probs: Tensor, decision: TokenDecision, context: RowContext) -> None:
+    def add(self, ratio: LogRatio, decision: TokenDecision, context: RowContext) -> None:
         """Look at the tokens of one chunk."""
         resolved, full = self._resolved, self._resolved.full
         columns = deciding_columns(ratio, resolved.rules, resolved.config)
-        columns |= describing_columns(ratio, train_log_probs, full)
+        columns |= describing_columns(ratio, full)
         if decision.weights is not None and resolved.threshold is not None:
             columns |= weight_columns(ratio, decision.weights, resolved.threshold, full)
         for bounded in resolved.rules:
@@ -190,7 +190,7 @@ def _rule(columns: Columns, bounded: BoundedRule) -> tuple[Columns, Columns]:
         maxima = {f"{name}.max": columns[f"{column}.statistic.max"], f"{name}.negated_min": columns[f"{column}.negated.max"]}
     else:
         row = row_statistic(bounded.rule, columns)
-        clamped = bounded.clamp(row)
+        clamped = bounded.clamp(row) - bounded.upper
         high, low = (real & beyond for beyond in bounded.beyond(row))
         totals = {"total": tokens * row, "clamped": tokens * clamped, "clamped_square": tokens * clamped.square()}
         totals |= {"high": high.double(), "low": low.double()}

@@ -66,7 +66,7 @@ def row_aggregates(ratio: LogRatio, rules: list[BoundedRule]) -> dict[str, Tenso
         rule = bounded.rule
         if rule.scope in ("seq_sum", "seq_mean"):
             columns[f"{rule.divergence}.sum"] = ratio.divergence(rule.divergence).sum(dim=-1)
-        elif rule.scope == "seq_max":  # k2 and k3 are >= 0: the zeros of masked positions never win
+        elif rule.scope == "seq_max":  # all of them are >= 0
             columns[f"{rule.divergence}.max"] = ratio.row_max(ratio.divergence(rule.divergence)).clamp_min(0.0)
     return columns
 

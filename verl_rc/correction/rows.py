@@ -41,11 +41,10 @@ def deciding_columns(ratio: LogRatio, rules: list[BoundedRule], config: RolloutC
     return columns
 
 
-def describing_columns(ratio: LogRatio, train_log_probs: Tensor, full: bool) -> Columns:
+def describing_columns(ratio: LogRatio, full: bool) -> Columns:
     """What describes the gap between the policies, whatever is done about it."""
-    train = train_log_probs.detach().double().masked_fill(~ratio.valid, 0.0).sum(dim=-1)
     columns = {
-        "train": train,
+        "train": ratio.train.sum(dim=-1),
         "bounded": ratio.bounded.sum(dim=-1),
         "excess": ratio.excess.sum(dim=-1),
         "excess_square": ratio.excess.square().sum(dim=-1),
@@ -87,9 +86,9 @@ def weight_columns(ratio: LogRatio, weights: TokenWeights, threshold: Threshold,
 
 
 def token_rule_columns(ratio: LogRatio, bounded: BoundedRule) -> Columns:
-    """Sums, extremes and counts of the statistic of a token rule."""
+    """Sums, extremes and counts of the statistic of a token rule; ``clamped`` is counted from the upper bound."""
     statistic, name = ratio.divergence(bounded.rule.divergence), f"rule.{bounded.name}"
-    clamped = torch.where(ratio.valid, bounded.clamp(statistic), 0.0)
+    clamped = torch.where(ratio.valid, bounded.clamp(statistic) - bounded.upper, 0.0)
     high, low = bounded.beyond(statistic)
     return {
         f"{name}.total": statistic.sum(dim=-1),

@@ -35,3 +35,25 @@ def test_names_of_december_2025_keep_their_veto() -> None:
 def test_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="decoupled_seq_is"):
         preset_fields("decoupled_seq_iss")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("trm", {"rollout_rs": "seq_max_k2,seq_mean_k3", "rollout_rs_threshold": "0.5,0.01"}),
+        ("kpop", {"rollout_rs": "token_kpop", "rollout_rs_threshold": 2.0}),
+        ("icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}),
+        ("prefix_is", {"rollout_is": "prefix", "rollout_is_threshold": 2.0}),
+        ("seq_mis", {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-09_2.0"}),
+        ("ppo_is_bypass", {"rollout_is": "token", "bypass_mode": True, "loss_type": "ppo_clip"}),
+        ("pure_is", {"rollout_is": "sequence", "bypass_mode": True, "loss_type": "reinforce"}),
+    ],
+)
+def test_other_names(name: str, fields: dict[str, object]) -> None:
+    config = RolloutCorrectionConfig.from_preset(name).model_dump()
+    assert {key: config[key] for key in fields} == fields
+
+
+def test_constructors_of_today_give_the_presets_of_their_names() -> None:
+    for name in GOLDEN:
+        assert getattr(RolloutCorrectionConfig, name)() == RolloutCorrectionConfig.from_preset(name)

@@ -20,7 +20,8 @@ CONFIGS = [
 def assert_same(actual: dict[str, float], expected: dict[str, float]) -> None:
     assert set(actual) == set(expected)
     for name, value in expected.items():
-        assert actual[name] == pytest.approx(value, rel=1e-9, abs=1e-11, nan_ok=True), name
+        rounding = 1e-7 if name.endswith("_std") else 1e-11  # a deviation of 0 is the root of a rounding error
+        assert actual[name] == pytest.approx(value, rel=1e-9, abs=rounding, nan_ok=True), name
 
 
 @given(seed=st.integers(0, 10_000), cut=st.integers(0, 6), index=st.integers(0, len(CONFIGS) - 1))

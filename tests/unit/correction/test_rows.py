@@ -17,7 +17,7 @@ def test_columns_of_the_appendix() -> None:
     torch.testing.assert_close(columns["log_ratio"], torch.tensor([0.3, -1.8, -0.1], dtype=torch.float64))
     assert columns["tokens"].tolist() == [4, 3, 3]
     assert columns["catastrophic"].tolist() == [0, 1, 0]
-    described = describing_columns(ratio, train, full=False)
+    described = describing_columns(ratio, full=False)
     torch.testing.assert_close(described["train"], torch.tensor([-3.6, -4.2, -2.3], dtype=torch.float64))
 
 

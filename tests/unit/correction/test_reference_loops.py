@@ -1,0 +1,264 @@
+"""Weights, masks and full diagnostics against plain loops over tokens in Python floats, written independently."""
+
+import math
+import random
+import statistics
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from verl_rc.config.rollout_correction import REJECTION_RULES, RolloutCorrectionConfig
+from verl_rc.correction import compute_rollout_correction
+
+SAFE = 20.0
+BOUNDS = {"k1": (0.7, 1.6), "k2": 0.08, "k3": 0.08, "tv": 0.05, "bkl": 0.02, "kpop": 0.03}
+ROW_BOUNDS = {"seq_sum": {"k1": (0.5, 1.8), "k2": 0.3, "k3": 0.3}, "seq_mean": {"k1": (0.9, 1.2), "k2": 0.06, "k3": 0.06}}
+
+
+@dataclass
+class Row:
+    """One sequence: log-ratios of its tokens, and facts about it."""
+
+    ratios: dict[int, float]
+    train: dict[int, float]
+    positive: dict[int, bool]
+    correct: bool
+    group: str
+    causes: dict[int, set[str]] = field(default_factory=dict)
+
+
+def clip(value: float) -> float:
+    return max(-SAFE, min(SAFE, value))
+
+
+def statistic(kind: str, value: float) -> float:
+    bounded = clip(value)
+    return {"k1": -bounded, "k2": bounded * bounded / 2, "k3": math.exp(bounded) - 1 - bounded}[kind]
+
+
+def coins_kl(first: float, second: float) -> float:
+    return sum(a * math.log(a / b) for a, b in ((first, second), (1 - first, 1 - second)))
+
+
+def probability_statistic(kind: str, train: float, ratio: float) -> float:
+    p, q = (min(max(math.exp(x), 1e-8), 1 - 1e-8) for x in (train, train - ratio))
+    return {"tv": abs(p - q), "bkl": coins_kl(q, p), "kpop": max(coins_kl(p, q), coins_kl(q, p))}[kind]
+
+
+def threshold_of(rule: str) -> tuple[float, float] | float:
+    scope, kind = rule.rsplit("_", 1)
+    return ROW_BOUNDS.get(scope, BOUNDS)[kind]
+
+
+def is_within(rule: str, value: float) -> bool:
+    bound = threshold_of(rule)
+    if isinstance(bound, tuple):
+        return bound[0] <= math.exp(-value) <= bound[1]
+    return value <= bound
+
+
+def rejected_by(rule: str, row: Row) -> set[int]:
+    """Positions of the row that the rule rejects."""
+    scope, kind = rule.rsplit("_", 1)
+    if kind.startswith("k") and kind != "kpop":
+        values = {t: statistic(kind, ratio) for t, ratio in row.ratios.items()}
+    else:
+        values = {t: probability_statistic(kind, row.train[t], ratio) for t, ratio in row.ratios.items()}
+    if not values:
+        return set()
+    if scope == "token":
+        return {t for t, value in values.items() if not is_within(rule, value)}
+    total = {"seq_sum": sum, "seq_mean": statistics.fmean, "seq_max": max}[scope](values.values())
+    return set() if is_within(rule, total) else set(values)
+
+
+def raw_weight(level: str, row: Row, position: int) -> float:
+    if level == "token":
+        logs = row.ratios[position]
+    elif level == "prefix":
+        logs = sum(ratio for t, ratio in row.ratios.items() if t <= position)
+    elif level == "sequence":
+        logs = sum(row.ratios.values())
+    else:
+        logs = statistics.fmean(row.ratios.values())
+    return math.exp(clip(logs))
+
+
+def applied(weight: float, threshold: float | str) -> float:
+    if isinstance(threshold, str):
+        lower, upper = map(float, threshold.split("_"))
+        return weight if lower <= weight <= upper else 0.0
+    return min(weight, threshold)
+
+
+def make(seed: int, rows: int = 9, width: int = 20) -> tuple[list[Row], dict[str, torch.Tensor | list[str]]]:
+    """Random rows with holes in their masks, one of them empty, and the same as tensors."""
+    source = random.Random(seed)
+    made = []
+    train, rollout = torch.full((rows, width), math.nan, dtype=torch.float64), torch.zeros(rows, width, dtype=torch.float64)
+    advantages, mask = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool)
+    for i in range(rows):
+        positions = [] if i == 4 else [t for t in range(source.randint(1, width)) if source.random() < 0.8]
+        scale = source.choice([0.05, 0.3, 0.6])
+        ratios = {t: source.gauss(0, scale) for t in positions}
+        positive = {t: source.random() < 0.5 for t in positions}
+        train_row = {t: -source.random() * 3 for t in positions}
+        made.append(Row(ratios, train_row, positive, source.random() < 0.5, f"prompt-{i // 3}"))
+        for t in positions:
+            train[i, t] = train_row[t]
+            rollout[i, t] = train_row[t] - ratios[t]
+            advantages[i, t] = 1.0 if positive[t] else -1.0
+            mask[i, t] = True
+    facts = {
+        "train_log_probs": train,
+        "rollout_log_probs": rollout,
+        "response_mask": mask,
+        "advantages": advantages,
+        "group_ids": [row.group for row in made],
+        "scores": torch.tensor([1.0 if row.correct else -1.0 for row in made]),
+    }
+    return made, facts
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rule", list(REJECTION_RULES))
+def test_every_rule(rule: str, seed: int) -> None:
+    rows, facts = make(seed)
+    bound = threshold_of(rule)
+    config = RolloutCorrectionConfig.model_validate(
+        {"rollout_rs": rule, "rollout_rs_threshold": list(bound) if isinstance(bound, tuple) else bound}
+    )
+    result = compute_rollout_correction(**facts, config=config)
+    for i, row in enumerate(rows):
+        kept = {t for t in row.ratios if result.keep_mask[i, t]}
+        assert kept == set(row.ratios) - rejected_by(rule, row)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence", "geometric"])
+@pytest.mark.parametrize("threshold", [1.3, "0.8_1.3"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_every_level(level: str, threshold: float | str, normalize: bool, seed: int) -> None:
+    rows, facts = make(seed)
+    config = RolloutCorrectionConfig.model_validate(
+        {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": normalize}
+    )
+    result = compute_rollout_correction(**facts, config=config)
+    weights = [{t: applied(raw_weight(level, row, t), threshold) for t in row.ratios} for row in rows]
+    per_row = level in ("sequence", "geometric")
+    averaged = [statistics.fmean(w.values()) for w in weights if w] if per_row else [x for w in weights for x in w.values()]
+    scale = (statistics.fmean(averaged) if normalize else 1.0) or 1.0  # weights that are all 0 stay 0
+    assert result.weights is not None
+    for i, row in enumerate(weights):
+        for t in range(result.weights.shape[1]):
+            assert float(result.weights[i, t]) == pytest.approx(row.get(t, 0.0) / scale, rel=1e-10, abs=1e-12)
+
+
+RULES = "token_k1,seq_mean_k3,token_k2,seq_max_k2"
+THRESHOLDS = "0.7_1.6,0.06,0.08,0.4"
+
+
+def find_causes(row: Row) -> None:
+    """Note for every token what rejects it under ``RULES``, ``THRESHOLDS`` and a veto at 0.6."""
+    row.causes = {t: set() for t in row.ratios}
+    for t, ratio in row.ratios.items():
+        row.causes[t] |= {"token_k1"} if not 0.7 <= math.exp(ratio) <= 1.6 else set()
+        row.causes[t] |= {"token_k2"} if ratio * ratio / 2 > 0.08 else set()
+    if row.ratios:
+        whole = set()
+        whole |= {"seq_mean_k3"} if statistics.fmean(statistic("k3", r) for r in row.ratios.values()) > 0.06 else set()
+        whole |= {"seq_max_k2"} if max(r * r / 2 for r in row.ratios.values()) > 0.4 else set()
+        whole |= {"veto"} if any(math.exp(r) < 0.6 for r in row.ratios.values()) else set()
+        for causes in row.causes.values():
+            causes |= whole
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_accounting_of_rejection(seed: int) -> None:
+    rows, facts = make(seed)
+    config = RolloutCorrectionConfig(
+        rollout_rs=RULES, rollout_rs_threshold=THRESHOLDS, rollout_token_veto_threshold=0.6, diagnostics="full"
+    )
+    metrics = compute_rollout_correction(**facts, config=config).metrics()
+    for row in rows:
+        find_causes(row)
+    tokens = [(row, t) for row in rows for t in row.ratios]
+
+    def share(part: list[object], whole: list[object]) -> float:
+        return len(part) / len(whole)
+
+    for cause in [*RULES.split(","), "veto", "nonfinite"]:
+        alone = [1 for row, t in tokens if row.causes[t] == {cause}]
+        assert metrics[f"rollout_corr/rollout_rs_{cause}_exclusive_fraction"] == pytest.approx(share(alone, tokens))
+    several = [1 for row, t in tokens if len(row.causes[t]) > 1]
+    assert metrics["rollout_corr/rollout_rs_overlap_fraction"] == pytest.approx(share(several, tokens))
+    splits = {
+        "positive_advantage": [(row, t) for row, t in tokens if row.positive[t]],
+        "negative_advantage": [(row, t) for row, t in tokens if not row.positive[t]],
+        "correct": [(row, t) for row, t in tokens if row.correct],
+        "wrong": [(row, t) for row, t in tokens if not row.correct],
+        "length_le_16": [(row, t) for row, t in tokens if len(row.ratios) <= 16],
+        "length_le_64": [(row, t) for row, t in tokens if len(row.ratios) > 16],
+    }
+    for name, members in splits.items():
+        kept = [1 for row, t in members if not row.causes[t]]
+        if members:
+            assert metrics[f"rollout_corr/kept_fraction_{name}"] == pytest.approx(share(kept, members)), name
+        else:
+            assert f"rollout_corr/kept_fraction_{name}" not in metrics
+    for name, wanted in (("kept", True), ("rejected", False)):
+        scores = [1.0 if r.correct else -1.0 for r in rows if r.ratios and any(not c for c in r.causes.values()) == wanted]
+        if scores:
+            assert metrics[f"rollout_corr/{name}_score_mean"] == pytest.approx(statistics.fmean(scores))
+
+
+def effective(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)) if any(weights) else 0.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence", "geometric"])
+@pytest.mark.parametrize("threshold", [1.1, "0.95_1.1", "1e-9_1e-8"])
+def test_effective_sample_sizes(level: str, threshold: float | str, seed: int) -> None:
+    rows, facts = make(seed)
+    config = RolloutCorrectionConfig.model_validate(
+        {"rollout_is": level, "rollout_is_threshold": threshold, "diagnostics": "full"}
+    )
+    metrics = compute_rollout_correction(**facts, config=config).metrics()
+    for kind in ("raw", "applied"):
+        bound = threshold if kind == "applied" else math.inf
+        weights = [[applied(raw_weight(level, row, t), bound) for t in row.ratios] for row in rows if row.ratios]
+        groups: dict[str, list[float]] = {}
+        for row, row_weights in zip([r for r in rows if r.ratios], weights, strict=True):
+            groups.setdefault(row.group, []).append(statistics.fmean(row_weights))
+        expected = {
+            "token": effective([w for row_weights in weights for w in row_weights]),
+            "sequence": effective([statistics.fmean(row_weights) for row_weights in weights]),
+            "prompt": effective([statistics.fmean(members) for members in groups.values()]),
+        }
+        for name, value in expected.items():
+            assert metrics[f"rollout_corr/rollout_is_ess_{kind}_{name}"] == pytest.approx(value, abs=1e-9)
+            assert 0.0 <= metrics[f"rollout_corr/rollout_is_ess_{kind}_{name}"] <= 1.0
+
+
+@pytest.mark.parametrize("shift", [-17.0, -100.0])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_effective_sample_size_of_tiny_equal_weights_is_one(level: str, shift: float) -> None:
+    rollout = torch.zeros(4, 1)
+    config = RolloutCorrectionConfig.model_validate({"rollout_is": level})
+    metrics = compute_rollout_correction(rollout + shift, rollout, torch.ones(4, 1), config).metrics()
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_misalignment_test(seed: int) -> None:
+    rows, facts = make(seed)
+    metrics = compute_rollout_correction(**facts, config=RolloutCorrectionConfig(diagnostics="full")).metrics()
+    samples = {
+        "misalignment_z": [math.exp(ratio) for row in rows for ratio in row.ratios.values()],
+        "misalignment_z_seq": [math.exp(sum(row.ratios.values())) for row in rows if row.ratios],
+    }
+    for name, values in samples.items():
+        error = statistics.pstdev(values) / math.sqrt(len(values))
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx((statistics.fmean(values) - 1) / error, rel=1e-8)
