@@ -117,7 +117,7 @@ class TrainerGroup:
 
     def close(self) -> None:
         """Ask every rank to leave its process group."""
-        wait_for_all([rank.call("close") for rank in self._ranks], timeout_seconds=10)
+        wait_for_all([rank.call("close") for rank in self._ranks], timeout_seconds=60)
 
 
 def _localise(micro_batches: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
