@@ -10,9 +10,9 @@ def train(config: RunConfig) -> None:
     speak_on_stdout()
     say("loading ray and torch, starting Ray …")
     # ray loads only once the configuration is valid
-    from verl_rc.cluster.ray_session import num_processes, start_ray_in_background  # noqa: PLC0415
+    from verl_rc.cluster.ray_session import start_ray_in_background  # noqa: PLC0415
 
-    ray_started = start_ray_in_background(config.ray_kwargs.ray_init, num_processes(config))
+    ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_ranks + config.num_engines)
     from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (torch loads while Ray starts)
 
     run_training(config, ray_started)

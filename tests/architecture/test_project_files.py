@@ -68,7 +68,7 @@ def test_there_is_something_to_look_at():
 @pytest.mark.parametrize(
     ("check", "text", "where", "count"),
     [
-        (machine_paths, "data in /home/anna/data and /work/main", "README.md", 2),
+        (machine_paths, "data in /home/anna/data and /home/bob/main", "README.md", 2),
         (machine_paths, "COPY . /opt/app", "docker/Dockerfile.cpu", 0),
         (machine_paths, "see verl_rc/work/ and https://a.b/home/x, ~/.cache, /tmp/x, /dev/shm", "README.md", 0),
         (registries, "pip install --index-url https://mirror.test/simple x", "docs/x.md", 1),

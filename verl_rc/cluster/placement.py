@@ -32,16 +32,14 @@ def plan_placement(config: RunConfig) -> Placement:
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     gpus = int(ray.cluster_resources().get("GPU", 0))
     device = trainer.device if trainer.device != "auto" else ("cuda" if gpus else "cpu")
-    num_ranks = trainer.nnodes * trainer.n_gpus_per_node
-    engine_devices = (rollout.nnodes or trainer.nnodes) * (rollout.n_gpus_per_node or trainer.n_gpus_per_node)
-    num_engines = engine_devices // rollout.tensor_model_parallel_size
+    num_ranks, num_engines = config.num_ranks, config.num_engines
     if device == "cuda" and gpus < num_ranks:
         raise ConfigError(
             f"trainer.nnodes x trainer.n_gpus_per_node = {num_ranks} GPUs are needed, the cluster has {gpus}. "
             "Lower trainer.n_gpus_per_node, or pass trainer.device=cpu to train on the CPU."
         )
     cores = os.cpu_count() or 1
-    if device == "cpu" and max(trainer.n_gpus_per_node, engine_devices // trainer.nnodes) > cores:
+    if device == "cpu" and max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
         raise ConfigError(
             "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
             f"{trainer.n_gpus_per_node} and {num_engines} engines were asked for, this machine has {cores} cores. "

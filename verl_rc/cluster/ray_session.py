@@ -6,7 +6,6 @@ from typing import Any
 
 import ray
 
-from verl_rc.config.run import RunConfig
 from verl_rc.config.trainer import RayInitConfig
 
 _OBJECT_STORE_BYTES = 512 << 20
@@ -39,13 +38,6 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     if runtime_env:
         options["runtime_env"] = runtime_env
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, **options)
-
-
-def num_processes(config: RunConfig) -> int:
-    """Trainer ranks and engines of a run."""
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    engine_devices = (rollout.nnodes or trainer.nnodes) * (rollout.n_gpus_per_node or trainer.n_gpus_per_node)
-    return trainer.nnodes * trainer.n_gpus_per_node + max(1, engine_devices // rollout.tensor_model_parallel_size)
 
 
 def _python_path() -> str:

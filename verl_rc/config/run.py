@@ -75,6 +75,22 @@ class RunConfig(StrictModel):
             _fill(tree, "trainer.default_local_dir", "checkpoints/{}/{}".format(*names))
         return tree
 
+    @property
+    def num_ranks(self) -> int:
+        """Trainer ranks over all nodes."""
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def num_engine_devices(self) -> int:
+        """Devices of all engines together."""
+        rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
+        return (rollout.nnodes or trainer.nnodes) * (rollout.n_gpus_per_node or trainer.n_gpus_per_node)
+
+    @property
+    def num_engines(self) -> int:
+        """Rollout engines over all nodes."""
+        return self.num_engine_devices // self.actor_rollout_ref.rollout.tensor_model_parallel_size
+
     def content_hash(self) -> str:
         """Hash of the resolved values: driver and workers compare it."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
