@@ -40,6 +40,9 @@ class RolloutCorrectionConfig(PresetConstructors):
     an upper bound on their statistic."""
     rollout_token_veto_threshold: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     """Ratio below which a single token gets its whole row rejected; null: no veto."""
+    rollout_opsm_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Off-policy sequence masking: tokens with a negative advantage are rejected in rows whose mean log-ratio rollout/train is
+    above this many nats; null: none."""
     bypass_mode: bool = False
     """Two policies instead of three: the rollout policy takes the proximal one's place, and nothing is recomputed."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
@@ -120,6 +123,11 @@ class RolloutCorrectionConfig(PresetConstructors):
                 f"{_SECTION}.rejection_denominator=kept needs a rejection rule; got rollout_rs=null and no veto, pass "
                 f"{_SECTION}.rollout_rs or drop it"
             )
+        if self.rejected_in_group_baseline == "exclude" and self.rollout_opsm_threshold is not None:
+            raise ValueError(
+                f"{_SECTION}.rejected_in_group_baseline=exclude cannot go with {_SECTION}.rollout_opsm_threshold, which "
+                "looks at advantages that the baseline decides; pass rejected_in_group_baseline=include"
+            )
         if self.rejected_in_group_baseline == "exclude" and (self.bypass_mode or not self.rejects):
             raise ValueError(
                 f"{_SECTION}.rejected_in_group_baseline=exclude needs decoupled mode and a rejection rule; got "
@@ -128,8 +136,9 @@ class RolloutCorrectionConfig(PresetConstructors):
 
     @property
     def rejects(self) -> bool:
-        """Whether any rule, or the veto, can reject tokens whose log-probs are finite."""
-        return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
+        """Whether anything can reject tokens whose log-probs are finite."""
+        causes = (self.rollout_rs, self.rollout_token_veto_threshold, self.rollout_opsm_threshold)
+        return any(cause is not None for cause in causes)
 
     @property
     def weight_is_per_row(self) -> bool:

@@ -150,9 +150,7 @@ def _from_b(leaves: Fields, era: Era, notes: list[str]) -> Fields:
     return fields
 
 
-def _weights_of_b(
-    level: str, mode: str, bounds: Threshold, weighted: bool, rejects: bool, notes: list[str]
-) -> Fields:
+def _weights_of_b(level: str, mode: str, bounds: Threshold, weighted: bool, rejects: bool, notes: list[str]) -> Fields:
     """Weights and rejection of one row of era B's table; ``rejects``: mask mode edited the response mask (B3)."""
     weights: Fields = {"rollout_is": level, "rollout_is_threshold": bounds.upper} if weighted else {}
     if level == "geometric" and weighted:

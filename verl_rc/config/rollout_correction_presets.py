@@ -56,9 +56,7 @@ _TODAY: Mapping[str, Preset] = {
     "bypass_ppo_clip_geo_rs": Preset("two policies, PPO clip, geometric rejection", {**_CLIP, **_GEO}),
     "bypass_ppo_clip_k3_rs": Preset("two policies, PPO clip, k3 rejection", {**_CLIP, **_K3}),
     "bypass_pg_is": Preset("two policies: policy gradient with sequence weights", {**_REINFORCE, **_SEQUENCE}),
-    "bypass_pg_token_icepop": Preset(
-        "two policies: policy gradient with token weights in a band", {**_REINFORCE, **_ICEPOP}
-    ),
+    "bypass_pg_token_icepop": Preset("two policies: policy gradient with token weights in a band", {**_REINFORCE, **_ICEPOP}),
     "bypass_pg_geo_rs": Preset("two policies: policy gradient, geometric rejection", {**_REINFORCE, **_GEO}),
     "bypass_pg_geo_rs_seq_tis": Preset(
         "two policies: policy gradient, geometric rejection, sequence weights", {**_REINFORCE, **_SEQUENCE, **_GEO}
@@ -93,9 +91,7 @@ _FORMER: Mapping[str, Preset] = {
     "pg_is": Preset("now bypass_pg_is", {**_REINFORCE, **_SEQUENCE}, _WHEN_C2),
     "pg_rs": Preset("policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C2),
     "pure_rs": Preset("policy gradient, geometric rejection, veto", {**_REINFORCE, **_GEO_VETO}, _WHEN_C2),
-    "geo_rs_seq_tis": Preset(
-        "geometric rejection, veto and sequence weights", {**_SEQUENCE, **_GEO_VETO}, _WHEN_C2
-    ),
+    "geo_rs_seq_tis": Preset("geometric rejection, veto and sequence weights", {**_SEQUENCE, **_GEO_VETO}, _WHEN_C2),
     "pg_geo_rs_seq_tis": Preset(
         "policy gradient, geometric rejection, veto, sequence weights",
         {**_REINFORCE, **_SEQUENCE, **_GEO_VETO},
@@ -149,6 +145,11 @@ _PAPERS: Mapping[str, Preset] = {
         "tokens with a binary KL above 0.05 are rejected",
         {"rollout_rs": "token_bkl", "rollout_rs_threshold": 0.05},
         "arXiv:2602.04879, DPPO with binary KL, symmetric and as a filter",
+    ),
+    "opsm": Preset(
+        "tokens with a negative advantage are rejected in sequences whose mean log-ratio rollout/train is above 0.5",
+        {"rollout_opsm_threshold": 0.5},
+        "arXiv:2512.02556, DeepSeek-V3.2, off-policy sequence masking",
     ),
     "prefix_is": Preset(
         "weights of a token: the product of the ratios up to it, truncated at 2",

@@ -6,7 +6,9 @@ from verl_rc.correction.diagnostics import correction_metrics
 from verl_rc.correction.finite import NonFiniteLogProbError, require_finite
 from verl_rc.correction.measure import measure
 from verl_rc.correction.moments import Numbers
+from verl_rc.correction.probability_gap import probability_gap
 from verl_rc.correction.statistics import CorrectionStatistics
+from verl_rc.correction.what_if import acceptance, bound_for_acceptance
 
 __all__ = [
     "CorrectionResult",
@@ -14,9 +16,12 @@ __all__ = [
     "NonFiniteLogProbError",
     "Numbers",
     "RowContext",
+    "acceptance",
     "apply",
+    "bound_for_acceptance",
     "compute_rollout_correction",
     "correction_metrics",
     "measure",
+    "probability_gap",
     "require_finite",
 ]

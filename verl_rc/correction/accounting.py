@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.correction.log_ratio import LogRatio
-from verl_rc.correction.rejection import row_statistic, vetoed_rows
+from verl_rc.correction.rejection import masked_by_sign, row_statistic, vetoed_rows
 from verl_rc.correction.resolved import ResolvedCorrection
 from verl_rc.correction.rows import Columns, real_rows
 
@@ -12,11 +12,13 @@ LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 """Upper edges, in response tokens and inclusive, of the length buckets; the last bucket has none."""
 
 
-def accounting_columns(
-    ratio: LogRatio, keep: Tensor, resolved: ResolvedCorrection, advantages: Tensor | None
-) -> Columns:
+def accounting_columns(ratio: LogRatio, keep: Tensor, resolved: ResolvedCorrection, advantages: Tensor | None) -> Columns:
     """Response tokens the token rules keep; with full diagnostics also by sign of the advantage and by single rule."""
     columns = {"token_kept": (ratio.response_mask & keep).sum(dim=-1).double()}
+    by_sign, opsm = None, resolved.config.rollout_opsm_threshold
+    if opsm is not None and advantages is not None:
+        by_sign = masked_by_sign(ratio, opsm, advantages)
+        columns["opsm"] = by_sign.sum(dim=-1).double()
     if not resolved.full:
         return columns
     for sign, where in _signs(ratio, advantages).items():
@@ -27,6 +29,8 @@ def accounting_columns(
         for bounded in resolved.rules
         if bounded.rule.is_per_token
     }
+    if by_sign is not None:
+        rejected["opsm"] = by_sign
     if rejected:
         times = torch.stack(list(rejected.values())).sum(dim=0)
         for name, where in rejected.items():
@@ -34,9 +38,7 @@ def accounting_columns(
     return columns
 
 
-def accounting_sums(
-    columns: Columns, kept_rows: Tensor, resolved: ResolvedCorrection, scores: Tensor | None
-) -> Columns:
+def accounting_sums(columns: Columns, kept_rows: Tensor, resolved: ResolvedCorrection, scores: Tensor | None) -> Columns:
     """Every row's share in the counts of rejected and kept tokens and rows; ``kept_rows`` bool ``[B]``: kept by the row rules."""
     response = columns["response_tokens"]
     kept = torch.where(kept_rows, columns["token_kept"], 0.0)
@@ -49,6 +51,8 @@ def accounting_sums(
     if resolved.config.rollout_token_veto_threshold is not None:
         vetoed = real_rows(columns) & vetoed_rows(columns, resolved.config.rollout_token_veto_threshold)
         sums |= {"vetoed_rows": vetoed.double(), "catastrophic_tokens": columns["catastrophic"]}
+    if resolved.config.rollout_opsm_threshold is not None:
+        sums |= {"opsm_tokens": columns["opsm"], "opsm_rows": (columns["opsm"] > 0).double()}
     if not resolved.full:
         return sums
     for sign in ("positive", "negative"):
@@ -70,12 +74,10 @@ def _exclusive(columns: Columns, kept_rows: Tensor, resolved: ResolvedCorrection
     """Tokens that only one cause rejects: what would be kept without it."""
     causes = _row_causes(columns, resolved)
     times = torch.stack([*(cause.double() for cause in causes.values()), torch.zeros_like(columns["tokens"])]).sum(dim=0)
-    sums = {
-        f"only.{name}": torch.where(cause & (times == 1), columns["token_kept"], 0.0) for name, cause in causes.items()
-    }
-    for bounded in resolved.rules:
-        if bounded.rule.is_per_token:
-            sums[f"only.{bounded.name}"] = torch.where(kept_rows, columns[f"rule.{bounded.name}.alone"], 0.0)
+    sums = {f"only.{name}": torch.where(cause & (times == 1), columns["token_kept"], 0.0) for name, cause in causes.items()}
+    names = [bounded.name for bounded in resolved.rules if bounded.rule.is_per_token]
+    for name in [*names, "opsm"] if "opsm" in columns else names:
+        sums[f"only.{name}"] = torch.where(kept_rows, columns[f"rule.{name}.alone"], 0.0)
     if resolved.config.nonfinite_logprob == "reject_token":
         sums["only.nonfinite"] = torch.where(kept_rows, columns["response_tokens"] - columns["tokens"], 0.0)
     return sums

@@ -1,18 +1,19 @@
 """APPLY: weights and keep mask, from log-probs and the statistics of everything that is corrected together."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction.context import RowContext, group_slots, version_ages
+from verl_rc.correction.chunks import row_chunks
+from verl_rc.correction.context import RowContext, group_slots, newest_version
 from verl_rc.correction.diagnostics import SMALLEST_NORMALISER
 from verl_rc.correction.finite import require_finite
 from verl_rc.correction.importance import weighted_tokens
 from verl_rc.correction.log_ratio import LogRatio, check_shapes, log_ratio
-from verl_rc.correction.measure import Sweep, TokenDecision, decide_tokens, row_chunks
+from verl_rc.correction.measure import Sweep, TokenDecision, decide_tokens
 from verl_rc.correction.rejection import row_keep
 from verl_rc.correction.resolved import ResolvedCorrection
 from verl_rc.correction.rows import Columns, concatenate, deciding_columns
@@ -44,7 +45,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
-    config: RolloutCorrectionConfig,
+    config: RolloutCorrectionConfig | Mapping[str, object],
     advantages: Tensor | None = None,
     group_ids: Tensor | Sequence[str] | Sequence[int] | None = None,
     policy_versions: Tensor | None = None,
@@ -55,45 +56,49 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     """Measure and apply rollout correction on a whole batch.
 
     ``train_log_probs`` and ``rollout_log_probs`` are ``[B, T]`` in nats, ``response_mask`` is ``[B, T]``; the ratio is always
-    train over rollout. The rest serves ``diagnostics=full``: ``advantages`` ``[B, T]``, ``group_ids`` (an id of its prompt
-    for each row), ``policy_versions`` int ``[B, T]`` or ``[B]`` (ages count from ``current_version``, else from the newest
-    one), outcome ``scores`` ``[B]`` (above 0: correct). Raises ``ValueError`` when shapes differ, and under
-    ``nonfinite_logprob=raise`` when a log-prob is not finite.
+    train over rollout. ``advantages`` ``[B, T]`` serve rules that look at their sign and, like all that follows,
+    ``diagnostics=full``: ``group_ids`` (an id of its prompt for each row), ``policy_versions`` int ``[B, T]`` or ``[B]`` (ages
+    count from ``current_version``, else from the newest one), outcome ``scores`` ``[B]`` (above 0: correct). Raises
+    ``ValueError`` when shapes differ or advantages are missing, and under ``nonfinite_logprob=raise`` when a log-prob is not
+    finite. ``config`` may be a mapping of fields.
     """
     check_shapes(train_log_probs, rollout_log_probs, response_mask)
-    context = RowContext(
-        group_slots=None if group_ids is None else group_slots(group_ids, train_log_probs.device),
-        ages=None if policy_versions is None else version_ages(policy_versions, response_mask, current_version),
-        advantages=advantages,
-        scores=scores,
-    )
     resolved = ResolvedCorrection.of(config)
+    context = RowContext(advantages=advantages)
+    if resolved.full:
+        slots = None if group_ids is None else group_slots(group_ids, train_log_probs.device)
+        context = RowContext(slots, policy_versions, current_version, advantages, scores)
+    context.check(train_log_probs.shape)
+    if context.policy_versions is not None and current_version is None:
+        context = replace(context, current_version=newest_version(context.policy_versions, response_mask))
     outputs = _Outputs(train_log_probs, rollout_log_probs, resolved)
     sweep = Sweep(resolved)
     with torch.no_grad():
         for rows in row_chunks(train_log_probs):
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-            decision = decide_tokens(ratio, resolved)
-            sweep.add(ratio, decision, context.rows(rows))
+            chunk = context.rows(rows)
+            decision = decide_tokens(ratio, resolved, chunk.advantages)
+            sweep.add(ratio, decision, chunk)
             outputs.write(rows, ratio, decision)
         statistics = sweep.statistics(context)
         rejected = outputs.finish(sweep.columns(), statistics)
-    if config.nonfinite_logprob == "raise":
-        require_finite(statistics.metrics(config), config)
-    return CorrectionResult(outputs.weights, outputs.keep, rejected, statistics, config)
+    if resolved.config.nonfinite_logprob == "raise":
+        require_finite(statistics.metrics(resolved.config), resolved.config)
+    return CorrectionResult(outputs.weights, outputs.keep, rejected, statistics, resolved.config)
 
 
 def apply(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
-    config: RolloutCorrectionConfig,
+    config: RolloutCorrectionConfig | Mapping[str, object],
     statistics: CorrectionStatistics,
+    advantages: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """Weights (or None) and keep mask of some rows, given the statistics of the whole batch they belong to.
 
-    Batch normalisation divides by the batch's mean weight: over tokens, or over rows where a row has one weight. Raises
-    ``ValueError`` when shapes differ.
+    Batch normalisation divides by the batch's mean weight: over tokens, or over rows where a row has one weight. ``advantages``
+    ``[B, T]`` are needed by rules that look at their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
     """
     check_shapes(train_log_probs, rollout_log_probs, response_mask)
     resolved = ResolvedCorrection.of(config)
@@ -102,8 +107,8 @@ def apply(
     with torch.no_grad():
         for rows in row_chunks(train_log_probs):
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-            decision = decide_tokens(ratio, resolved)
-            columns = deciding_columns(ratio, resolved.rules, config)
+            decision = decide_tokens(ratio, resolved, None if advantages is None else advantages[rows])
+            columns = deciding_columns(ratio, resolved.rules, resolved.config)
             columns["token_kept"] = (ratio.response_mask & decision.keep).sum(dim=-1).double()
             parts.append(columns)
             outputs.write(rows, ratio, decision)

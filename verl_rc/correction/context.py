@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_rc.correction.chunks import row_chunks
+
 NUM_AGES = 5
 """Token ages are told apart up to ``NUM_AGES - 1`` updates, which stands for all older ones too."""
 
@@ -16,8 +18,10 @@ class RowContext:
 
     group_slots: Tensor | None = None
     """int64 ``[B]``: rows of one prompt share a number in [0, B)."""
-    ages: Tensor | None = None
-    """int64 ``[B, T]``: updates between the weights that sampled a token and the newest ones."""
+    policy_versions: Tensor | None = None
+    """int64 ``[B, T]``, or ``[B]`` where a row has one: version of the weights that sampled a token."""
+    current_version: Tensor | int | None = None
+    """The version ages count from; None: ages are unknown."""
     advantages: Tensor | None = None
     """``[B, T]``."""
     scores: Tensor | None = None
@@ -26,9 +30,45 @@ class RowContext:
     def rows(self, where: slice) -> "RowContext":
         """The token-level facts of some rows."""
         return RowContext(
-            ages=None if self.ages is None else self.ages[where],
+            policy_versions=None if self.policy_versions is None else self.policy_versions[where],
+            current_version=self.current_version,
             advantages=None if self.advantages is None else self.advantages[where],
         )
+
+    def ages(self, response_mask: Tensor) -> Tensor | None:
+        """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``; None if unknown."""
+        if self.policy_versions is None or self.current_version is None:
+            return None
+        versions = _per_token(self.policy_versions, response_mask)
+        return torch.where(response_mask, self.current_version - versions, 0)
+
+    def check(self, shape: torch.Size) -> None:
+        """Raise ``ValueError`` unless every fact fits rows of log-probs ``[B, T]``."""
+        wanted = {
+            "advantages": (self.advantages, (shape,)),
+            "policy_versions": (self.policy_versions, (shape, shape[:1])),
+            "scores": (self.scores, (shape[:1],)),
+            "group_ids": (self.group_slots, (shape[:1],)),
+        }
+        for name, (value, shapes) in wanted.items():
+            if value is not None and value.shape not in shapes:
+                expected = " or ".join(str(list(one)) for one in shapes)
+                raise ValueError(f"{name} must have shape {expected}, like the log-probs; got {list(value.shape)}")
+
+
+def newest_version(policy_versions: Tensor, response_mask: Tensor) -> Tensor:
+    """The newest version among the response tokens, an int64 scalar still on its device."""
+    lowest = torch.iinfo(torch.int64).min
+    newest = torch.full((), lowest, dtype=torch.int64, device=policy_versions.device)
+    for rows in row_chunks(response_mask):
+        mask = response_mask[rows].bool()
+        seen = torch.where(mask, _per_token(policy_versions[rows], mask), lowest)
+        newest = torch.maximum(newest, seen.amax()) if seen.numel() else newest
+    return newest
+
+
+def _per_token(versions: Tensor, response_mask: Tensor) -> Tensor:
+    return versions if versions.ndim == 2 else versions[:, None].expand_as(response_mask)
 
 
 def group_slots(group_ids: Tensor | Sequence[str] | Sequence[int], device: torch.device) -> Tensor:
@@ -42,16 +82,3 @@ def group_slots(group_ids: Tensor | Sequence[str] | Sequence[int], device: torch
     slots = torch.empty_like(starts)
     slots[order] = starts.cumsum(dim=0)
     return slots
-
-
-def version_ages(policy_versions: Tensor, response_mask: Tensor, current_version: int | None) -> Tensor:
-    """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``.
-
-    ``policy_versions`` is ``[B, T]`` (or ``[B]``: one version a row). Ages count from ``current_version``, or, where that is
-    not given, from the newest version among the tokens.
-    """
-    versions = policy_versions if policy_versions.ndim == 2 else policy_versions[:, None].expand_as(response_mask)
-    mask = response_mask.bool()
-    seen = torch.where(mask, versions, torch.iinfo(torch.int64).min)
-    newest = seen.amax() if current_version is None and seen.numel() else current_version
-    return torch.zeros_like(versions) if newest is None else torch.where(mask, newest - versions, 0)

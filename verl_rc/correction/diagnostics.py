@@ -81,6 +81,9 @@ def _rejection_metrics(numbers: Numbers, config: RolloutCorrectionConfig) -> dic
     if config.rollout_token_veto_threshold is not None:
         metrics["rollout_is_veto_fraction"] = numbers.share("vetoed_rows", "rows")
         metrics["rollout_is_catastrophic_token_fraction"] = numbers.share("catastrophic_tokens", "tokens")
+    if config.rollout_opsm_threshold is not None:
+        metrics["rollout_rs_opsm_masked_fraction"] = numbers.share("opsm_tokens", "response_tokens")
+        metrics["rollout_rs_opsm_seq_masked_fraction"] = numbers.share("opsm_rows", "response_rows")
     for rule in config.rejection_rules():
         values = _rule_metrics(numbers, f"rs.{rule.name}", per_token=rule.is_per_token)
         if rule.bounds_ratio:

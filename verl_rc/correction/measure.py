@@ -1,6 +1,6 @@
 """MEASURE: everything the metrics, and the normalisation of weights, need to know about some rows."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,11 +8,12 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction.accounting import accounting_columns, accounting_sums
+from verl_rc.correction.chunks import row_chunks
 from verl_rc.correction.context import NUM_AGES, RowContext
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.importance import bounded_weights, token_weights
 from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, check_shapes, log_ratio
-from verl_rc.correction.rejection import BoundedRule, row_keep, row_statistic, token_keep
+from verl_rc.correction.rejection import BoundedRule, masked_by_sign, row_keep, row_statistic, token_keep
 from verl_rc.correction.resolved import ResolvedCorrection
 from verl_rc.correction.rows import (
     Columns,
@@ -28,15 +29,12 @@ from verl_rc.correction.rows import (
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.correction.weight_statistics import prompt_columns, weight_maxima, weight_sums
 
-_CHUNK_TOKENS = {"cpu": 1 << 16}
-_CHUNK_TOKENS_ON_ACCELERATORS = 1 << 22
-
 
 def measure(
     train_log_probs: Tensor,
     rollout_log_probs: Tensor,
     response_mask: Tensor,
-    config: RolloutCorrectionConfig,
+    config: RolloutCorrectionConfig | Mapping[str, object],
     context: RowContext | None = None,
 ) -> CorrectionStatistics:
     """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Rows without response tokens never count.
@@ -46,21 +44,14 @@ def measure(
     """
     check_shapes(train_log_probs, rollout_log_probs, response_mask)
     resolved, context = ResolvedCorrection.of(config), context or RowContext()
+    context.check(train_log_probs.shape)
     sweep = Sweep(resolved)
     with torch.no_grad():
         for rows in row_chunks(train_log_probs):
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-            sweep.add(ratio, decide_tokens(ratio, resolved), context.rows(rows))
+            chunk = context.rows(rows)
+            sweep.add(ratio, decide_tokens(ratio, resolved, chunk.advantages), chunk)
         return sweep.statistics(context)
-
-
-def row_chunks(like: Tensor) -> Iterator[slice]:
-    """Slices of rows small enough that the temporaries of one chunk are few megabytes on a CPU (they stay in its cache)."""
-    rows, width = like.shape
-    tokens = _CHUNK_TOKENS.get(like.device.type, _CHUNK_TOKENS_ON_ACCELERATORS)
-    step = max(1, tokens // max(width, 1))
-    for start in range(0, max(rows, 1), step):
-        yield slice(start, min(start + step, rows))
 
 
 @dataclass(frozen=True)
@@ -73,15 +64,21 @@ class TokenDecision:
     """bool ``[B, T]``: kept by the token rules."""
 
 
-def decide_tokens(ratio: LogRatio, resolved: ResolvedCorrection) -> TokenDecision:
-    """Token-level weights and token rules on some rows."""
+def decide_tokens(ratio: LogRatio, resolved: ResolvedCorrection, advantages: Tensor | None) -> TokenDecision:
+    """Token-level weights and token rules on some rows. Raises ``ValueError`` when a rule misses its ``advantages``."""
     weights = None
     if resolved.has_token_weights:
         assert resolved.config.rollout_is is not None
         assert resolved.threshold is not None
         raw = token_weights(ratio, resolved.config.rollout_is)
         weights = TokenWeights(raw, bounded_weights(raw, resolved.threshold))
-    return TokenDecision(weights, token_keep(ratio, resolved.rules, resolved.config))
+    keep = token_keep(ratio, resolved.rules, resolved.config)
+    opsm = resolved.config.rollout_opsm_threshold
+    if opsm is not None:
+        if advantages is None:
+            raise ValueError(f"rollout_opsm_threshold={opsm} looks at the sign of the advantages: pass advantages [B, T]")
+        keep &= ~masked_by_sign(ratio, opsm, advantages)
+    return TokenDecision(weights, keep)
 
 
 class Sweep:
@@ -104,7 +101,7 @@ class Sweep:
                 columns |= token_rule_columns(ratio, bounded)
         columns |= accounting_columns(ratio, decision.keep, resolved, context.advantages)
         if full:
-            columns |= age_columns(ratio, context.ages, NUM_AGES)
+            columns |= age_columns(ratio, context.ages(ratio.response_mask), NUM_AGES)
             counts = log_ratio_histogram(ratio.values, ratio.valid)
             self._histogram = counts if self._histogram is None else self._histogram + counts
         self._parts.append(columns)

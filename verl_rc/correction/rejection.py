@@ -92,6 +92,16 @@ def token_keep(ratio: LogRatio, rules: list[BoundedRule], config: RolloutCorrect
     return keep
 
 
+def masked_by_sign(ratio: LogRatio, threshold: float, advantages: Tensor) -> Tensor:
+    """bool ``[B, T]``: what off-policy sequence masking rejects (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
+
+    ``A_t < 0`` and ``mean_t log(pi_rollout / pi_train) > threshold`` (nats) over the row's valid tokens: negative samples that
+    the trained policy no longer produces.
+    """
+    drift = -ratio.values.sum(dim=-1) / ratio.tokens.clamp_min(1.0)
+    return ratio.response_mask & (drift > threshold)[:, None] & (advantages < 0)
+
+
 def row_keep(columns: Mapping[str, Tensor], rules: list[BoundedRule], config: RolloutCorrectionConfig) -> Tensor:
     """bool ``[B]``: rows kept by every ``seq_*`` rule, the veto and the policy for non-finite log-probs.
 

@@ -1,5 +1,6 @@
 """A configuration read once: rules with their bounds, the weights' threshold, what to measure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
@@ -19,8 +20,9 @@ class ResolvedCorrection:
     """Bounds of the weights; None when there are none."""
 
     @classmethod
-    def of(cls, config: RolloutCorrectionConfig) -> "ResolvedCorrection":
-        """Read ``config``."""
+    def of(cls, given: RolloutCorrectionConfig | Mapping[str, object]) -> "ResolvedCorrection":
+        """Read a configuration, or a mapping of its fields (``ValueError`` for what is no configuration)."""
+        config = given if isinstance(given, RolloutCorrectionConfig) else RolloutCorrectionConfig.model_validate(given)
         return cls(config, bounded_rules(config), None if config.rollout_is is None else config.weight_threshold())
 
     @property

@@ -15,7 +15,7 @@ from verl_rc.correction.moments import Numbers
 class CorrectionStatistics:
     """What was measured of some rows; the statistics of a batch are the merged ones of its parts.
 
-    To merge over ranks: all-reduce ``sums`` and ``histogram`` with SUM and ``maxima`` with MAX, then ``with_tensors``.
+    To merge over ranks: all-reduce the two vectors of ``to_vectors`` with SUM and with MAX, then ``with_vectors``.
     """
 
     sums: Tensor
@@ -30,9 +30,7 @@ class CorrectionStatistics:
     """What each maximum is."""
 
     @classmethod
-    def from_columns(
-        cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], histogram: Tensor
-    ) -> "CorrectionStatistics":
+    def from_columns(cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], histogram: Tensor) -> "CorrectionStatistics":
         """Statistics of per-row columns ``[B]``: float64 to be summed, and those of which the largest counts."""
         nothing = torch.full((len(maxima), 1), -torch.inf, dtype=torch.float64, device=histogram.device)
         return cls(
@@ -55,6 +53,15 @@ class CorrectionStatistics:
     def with_tensors(self, sums: Tensor, maxima: Tensor, histogram: Tensor) -> "CorrectionStatistics":
         """The same names with other numbers, such as those of an all-reduce."""
         return replace(self, sums=sums, maxima=maxima, histogram=histogram)
+
+    def to_vectors(self) -> tuple[Tensor, Tensor]:
+        """Everything that adds up (sums, then the histogram), and everything of which the largest counts; float64."""
+        return torch.cat([self.sums, self.histogram.flatten()]), self.maxima
+
+    def with_vectors(self, added: Tensor, maxima: Tensor) -> "CorrectionStatistics":
+        """The same names with the numbers of ``to_vectors`` after a reduction."""
+        count = self.sums.numel()
+        return self.with_tensors(added[:count], maxima, added[count:].view_as(self.histogram))
 
     def sum_of(self, name: str) -> Tensor:
         """One sum as a float64 scalar, still on its device."""

@@ -48,9 +48,7 @@ def test_era_b_bands_make_weights_zero_before_the_third_release(level: str, era:
     assert imported(of_b(level, mode, False, **no_veto)) == {}
 
 
-@pytest.mark.parametrize(
-    ("level", "rule"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
-)
+@pytest.mark.parametrize(("level", "rule"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")])
 def test_era_b_masks_reject_in_the_third_release(level: str, rule: str) -> None:
     rejection = {"rollout_rs": rule, "rollout_rs_threshold": BAND}
     assert imported(of_b(level, "mask", True)) == {"rollout_is": level, "rollout_is_threshold": 4.0, **rejection}
@@ -86,9 +84,7 @@ def test_era_b_without_a_threshold_computed_nothing(threshold: object) -> None:
     assert any("nothing was computed" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("level", "rule"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
-)
+@pytest.mark.parametrize(("level", "rule"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")])
 @pytest.mark.parametrize(("lower", "bound"), [(0.5, BAND), (None, 4.0), (0, "1e-09_4.0")])
 def test_era_c_rejection(level: str, rule: str, lower: object, bound: object) -> None:
     given = {"rollout_rs": level, "rollout_rs_threshold": 4.0, "rollout_rs_threshold_lower": lower}

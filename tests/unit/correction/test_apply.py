@@ -5,8 +5,9 @@ import torch
 from appendix_a import random_case, rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import apply, compute_rollout_correction, measure
+from verl_rc.correction.chunks import CHUNK_TOKENS
 
 FULL = {"rollout_is": "token", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_2.0,0.5"}
 
@@ -66,3 +67,90 @@ def test_nothing_is_read_from_the_device() -> None:
         weights, keep = apply(train, rollout, mask, config, measure(train, rollout, mask, config))
         assert weights is not None
         assert weights.shape == keep.shape == (3, 4)
+
+
+def everything(level: str) -> RolloutCorrectionConfig:
+    """A configuration under which every part of the package runs."""
+    return RolloutCorrectionConfig.model_validate(
+        {
+            "rollout_is": level,
+            "rollout_is_batch_normalize": True,
+            "rollout_rs": ",".join(REJECTION_RULES),
+            "rollout_rs_threshold": 1.2,
+            "rollout_token_veto_threshold": 0.3,
+            "rollout_opsm_threshold": 0.1,
+            "diagnostics": "full",
+        }
+    )
+
+
+@pytest.mark.parametrize("level", WEIGHT_LEVELS)
+def test_chunks_of_rows_change_nothing(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, rollout, mask = random_case(9, 5, seed=4)
+    facts = {
+        "advantages": train - train.mean(),
+        "group_ids": list("aabbccdde"),
+        "policy_versions": torch.arange(9),
+        "scores": train[:, 0],
+    }
+    whole = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
+    monkeypatch.setitem(CHUNK_TOKENS, "cpu", 10)  # two rows at a time
+    chunked = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
+    assert whole.weights is not None
+    assert chunked.weights is not None
+    torch.testing.assert_close(chunked.weights, whole.weights, rtol=1e-13, atol=0)
+    assert torch.equal(chunked.keep_mask, whole.keep_mask)
+    assert torch.equal(chunked.rejected_rows, whole.rejected_rows)
+    assert chunked.metrics() == pytest.approx(whole.metrics(), rel=1e-10, nan_ok=True)
+
+
+@pytest.mark.parametrize("level", WEIGHT_LEVELS)
+def test_full_diagnostics_read_nothing_from_the_device(level: str) -> None:
+    with FakeTensorMode():
+        log_probs, mask = torch.empty(3, 4), torch.ones(3, 4, dtype=torch.bool)
+        result = compute_rollout_correction(
+            log_probs,
+            log_probs,
+            mask,
+            everything(level),
+            advantages=log_probs,
+            group_ids=torch.zeros(3, dtype=torch.int64),
+            policy_versions=torch.zeros(3, 4, dtype=torch.int64),
+            scores=torch.empty(3),
+        )
+        assert result.weights is not None
+        assert result.weights.shape == result.keep_mask.shape == (3, 4)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
+def test_weights_are_at_least_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
+    train, rollout, mask = (x.to(dtype) for x in random_case(3, 4, seed=0))
+    result = compute_rollout_correction(train, rollout, mask, RolloutCorrectionConfig(rollout_is="sequence"))
+    assert result.weights is not None
+    assert result.weights.dtype == expected
+
+
+def test_equal_policies_are_left_exactly_alone() -> None:
+    train, _, mask = random_case(6, 5, seed=8)
+    for level in WEIGHT_LEVELS:
+        config = RolloutCorrectionConfig.model_validate({"rollout_is": level, "rollout_is_batch_normalize": True})
+        result = compute_rollout_correction(train, train.clone(), mask, config)
+        assert result.weights is not None
+        assert torch.equal(result.weights, mask.double())
+        assert result.keep_mask.all()
+
+
+def test_rejected_rows_are_those_without_a_kept_token() -> None:
+    train, rollout, mask = rows()
+    config = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="1.2_9.0")
+    result = compute_rollout_correction(train, rollout, mask, config)
+    assert result.rejected_rows.tolist() == [False, False, False]
+    mask = mask & torch.tensor([[True] * 4, [True, False, True, False], [False] * 4])
+    result = compute_rollout_correction(train, rollout, mask, config)
+    assert result.rejected_rows.tolist() == [False, True, False]
+
+
+def test_shapes_must_match() -> None:
+    train, rollout, mask = rows()
+    with pytest.raises(ValueError, match=r"one shape \[B, T\]; got \[3, 4\], \[3, 4\] and \[3, 3\]"):
+        compute_rollout_correction(train, rollout, mask[:, :3], RolloutCorrectionConfig())

@@ -20,7 +20,7 @@ CONFIGS = [
 def assert_same(actual: dict[str, float], expected: dict[str, float]) -> None:
     assert set(actual) == set(expected)
     for name, value in expected.items():
-        rounding = 1e-7 if name.endswith("_std") else 1e-11  # a deviation of 0 is the root of a rounding error
+        rounding = 1e-7 if name.endswith("_std") else 1e-11  # roots of what rounding leaves of a difference
         assert actual[name] == pytest.approx(value, rel=1e-9, abs=rounding, nan_ok=True), name
 
 

@@ -262,3 +262,30 @@ def test_misalignment_test(seed: int) -> None:
     for name, values in samples.items():
         error = statistics.pstdev(values) / math.sqrt(len(values))
         assert metrics[f"rollout_corr/{name}"] == pytest.approx((statistics.fmean(values) - 1) / error, rel=1e-8)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_off_policy_sequence_masking(seed: int) -> None:
+    rows, facts = make(seed)
+    config = RolloutCorrectionConfig(
+        rollout_opsm_threshold=0.05, rollout_rs="token_k2", rollout_rs_threshold=0.08, diagnostics="full"
+    )
+    result = compute_rollout_correction(**facts, config=config)
+    masked = [{t for t in row.ratios if statistics.fmean(row.ratios.values()) < -0.05 and not row.positive[t]} for row in rows]
+    far = [rejected_by("token_k2", row) for row in rows]
+    assert any(masked)
+    for i, row in enumerate(rows):
+        assert {t for t in row.ratios if result.keep_mask[i, t]} == set(row.ratios) - masked[i] - far[i]
+    metrics, tokens = result.metrics(), sum(len(row.ratios) for row in rows)
+    assert metrics["rollout_corr/rollout_rs_opsm_masked_fraction"] == pytest.approx(sum(map(len, masked)) / tokens)
+    alone = sum(len(m - f) for m, f in zip(masked, far, strict=True))
+    assert metrics["rollout_corr/rollout_rs_opsm_exclusive_fraction"] == pytest.approx(alone / tokens)
+    both = sum(len(m & f) for m, f in zip(masked, far, strict=True))
+    assert metrics["rollout_corr/rollout_rs_overlap_fraction"] == pytest.approx(both / tokens)
+
+
+def test_rules_on_the_sign_of_advantages_need_them() -> None:
+    _, facts = make(0)
+    facts.pop("advantages")
+    with pytest.raises(ValueError, match="pass advantages"):
+        compute_rollout_correction(**facts, config=RolloutCorrectionConfig(rollout_opsm_threshold=0.5))

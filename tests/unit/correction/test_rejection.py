@@ -34,6 +34,16 @@ def test_keep_masks(rules: str, thresholds: object, expected: list[list[int]]) -
     assert (result.keep_mask & mask).int().tolist() == expected
 
 
+@pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
+def test_rows_without_tokens_are_never_rejected(rule: str) -> None:
+    config = RolloutCorrectionConfig(rollout_rs=rule, rollout_rs_threshold="1.2_3.0", rollout_token_veto_threshold=1.0)
+    train, rollout, mask = rows()
+    mask[1] = False
+    result = compute_rollout_correction(train, rollout, mask, config)
+    assert result.keep_mask[1].all()
+    assert not result.rejected_rows[1]
+
+
 def test_the_veto_looks_at_low_ratios_only() -> None:
     train, rollout, mask = rows()
     config = RolloutCorrectionConfig(rollout_token_veto_threshold=0.2)
