@@ -1,0 +1,71 @@
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from verl_rc.checkpoint.errors import CheckpointError
+from verl_rc.checkpoint.shard_folder import ShardHeader, load_full_state_dict, shards_problem
+from verl_rc.checkpoint.shards import save_shards
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    save_shards(tmp_path / "actor", nn.Linear(2, 3, dtype=torch.bfloat16), None, {})
+    return tmp_path / "actor"
+
+
+def test_whole_tensors_without_a_group(folder: Path) -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(2, 3, dtype=torch.bfloat16).state_dict()
+    found = load_full_state_dict(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found["weight"].dtype == torch.bfloat16
+
+
+def test_reading_says_nothing(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    load_full_state_dict(folder)
+    assert shards_problem(folder) is None
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda folder: folder.rename(folder.with_name("other")), "shards.json is missing"),
+    (lambda folder: (folder / "shards.json").unlink(), "shards.json is missing"),
+    (lambda folder: (folder / "shards.json").write_text("{"), "must be a JSON file"),
+    (lambda folder: (folder / "shards.json").write_text('{"extra": {}}'), "and nothing else"),
+    (lambda folder: (folder / ".metadata").unlink(), "must hold readable shards, but FileNotFoundError"),
+    (lambda folder: (folder / ".metadata").write_bytes(b"nonsense"), "must hold readable shards, but"),
+    (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp"),
+    (lambda folder: (folder / "__0_0.distcp").write_bytes(b"short"), "__0_0.distcp must have at least"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_what_cannot_be_read_has_a_reason(folder: Path, damage: Callable[[Path], Any], said: str) -> None:
+    damage(folder)
+    assert said in str(shards_problem(folder))
+
+
+@pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGES])
+def test_reading_it_anyway_is_one_error(folder: Path, damage: Callable[[Path], Any]) -> None:
+    damage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        load_full_state_dict(folder)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_header_is_written_once_and_is_json(tmp_path: Path) -> None:
+    header = ShardHeader(True, ["a"], [0.1], {"scheduler": {"num_steps": 3}})
+    header.write(tmp_path)
+    assert ShardHeader.read(tmp_path) == header
+    with pytest.raises(CheckpointError, match="written into a new folder"):
+        header.write(tmp_path)
+    for extra in ({"loss": math.inf}, {"tensor": torch.ones(1)}):
+        with pytest.raises(CheckpointError, match="extra must be plain JSON"):
+            ShardHeader(True, None, [], extra).write(tmp_path)

@@ -1,0 +1,22 @@
+"""A run on disk: complete checkpoints only, from which any number of ranks goes on exactly."""
+
+from verl_rc.checkpoint.errors import CheckpointError
+from verl_rc.checkpoint.run_state import RunState, check_same_model
+from verl_rc.checkpoint.schedule import resume_schedule, schedule_state
+from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
+from verl_rc.checkpoint.shards import load_shards, save_shards
+from verl_rc.checkpoint.store import CheckpointStore, ResumeMode
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointStore",
+    "ResumeMode",
+    "RunState",
+    "check_same_model",
+    "load_full_state_dict",
+    "load_shards",
+    "resume_schedule",
+    "save_shards",
+    "schedule_state",
+    "shards_problem",
+]

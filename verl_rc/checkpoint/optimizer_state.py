@@ -1,0 +1,60 @@
+"""An optimizer's state under the names of its parameters, ready to be saved and loaded as shards.
+
+``torch.distributed.checkpoint.state_dict`` could name it too, but takes a step when there is no state yet, after which
+Adam counts one step too many for good, and cannot load when some parameter has no state.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+
+def optimized_names(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> list[str]:
+    """Names of the optimizer's parameters in its own order. Raises ``ValueError`` for one that is not in ``tensors``."""
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in names for parameter in parameters)
+    if foreign:
+        raise ValueError(
+            f"the optimizer must step parameters of the given model, but {foreign} of {len(parameters)} are of another. "
+            "Build it after the model is sharded."
+        )
+    return [names[id(parameter)] for parameter in parameters]
+
+
+def state_tensors(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> dict[str, Tensor]:
+    """``<parameter>.<state>`` to tensor; empty before the first step."""
+    return {
+        f"{name}.{key}": value
+        for name in optimized_names(tensors, optimizer)
+        for key, value in optimizer.state.get(tensors[name], {}).items()
+    }
+
+
+def empty_state_tensors(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    """Zeros to load the ``saved`` state into: sharded as the parameter where they have its shape, else whole."""
+    empty = {}
+    for full_name, entry in saved.items():
+        parameter = tensors[full_name.rpartition(".")[0]].detach()
+        if entry.size == parameter.shape:
+            empty[full_name] = torch.zeros_like(parameter, dtype=entry.properties.dtype)
+        else:
+            empty[full_name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+    return empty
+
+
+def set_state_tensors(
+    optimizer: Optimizer, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor], learning_rates: Sequence[float]
+) -> None:
+    """Replace the optimizer's state, all of it, and its learning rates; the other hyper-parameters stay as they are."""
+    position = {name: index for index, name in enumerate(optimized_names(tensors, optimizer))}
+    by_position: dict[int, dict[str, Tensor]] = {}
+    for full_name, value in state.items():
+        name, _, key = full_name.rpartition(".")
+        by_position.setdefault(position[name], {})[key] = value
+    plain = optimizer.state_dict()
+    groups = [{**group, "lr": rate} for group, rate in zip(plain["param_groups"], learning_rates, strict=True)]
+    optimizer.load_state_dict({"state": by_position, "param_groups": groups})

@@ -1,0 +1,143 @@
+"""What lies in a folder of shards besides the tensors, and reading it without a model or other ranks."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from verl_rc.checkpoint.errors import CheckpointError
+
+HEADER_FILE = "shards.json"
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""What the names of tensors in the folder begin with: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``."""
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """How the tensors beside it are to be understood."""
+
+    frozen_left_out: bool
+    """Parameters without gradient are not in the folder."""
+    optimizer_parameters: list[str] | None
+    """Names of the parameters that the optimizer steps; None: no optimizer was saved."""
+    learning_rates: list[float]
+    """Of the optimizer's parameter groups."""
+    extra: dict[str, Any]
+    """What the caller saved along."""
+
+    def write(self, folder: Path) -> None:
+        """Write ``shards.json``. Raises ``CheckpointError`` when ``extra`` is not JSON or shards are there already."""
+        try:
+            text = json.dumps(asdict(self), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"extra must be plain JSON data, but {error}. Convert it first.") from error
+        try:
+            with (folder / HEADER_FILE).open("x", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except FileExistsError:
+            raise CheckpointError(f"shards are written into a new folder, but {folder} holds some. Name another.") from None
+
+    @classmethod
+    def read(cls, folder: Path) -> "ShardHeader":
+        """Read ``shards.json``. Raises ``CheckpointError`` when it is missing or broken."""
+        path = folder / HEADER_FILE
+        try:
+            plain = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder} must be a folder of shards, but {path} is missing. Use another one.") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} must be a JSON file, but reading it gave: {error}. Use another one.") from error
+        names = {field.name for field in fields(cls)}
+        if not isinstance(plain, dict) or plain.keys() != names:
+            raise CheckpointError(f"{path} must hold {sorted(names)} and nothing else. Use another checkpoint.")
+        return cls(**plain)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Names, shapes and places of the tensors in ``folder``. Raises ``CheckpointError`` when that cannot be read."""
+    try:
+        return dcp.FileSystemReader(folder).read_metadata()
+    except Exception as error:  # a broken pickle can raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder} must hold readable shards, but {reason}. Use another checkpoint.") from error
+
+
+def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
+    """Shape and type of the tensors whose names begin with ``prefix``, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def shards_problem(folder: Path) -> str | None:
+    """Why the shards in ``folder`` cannot be read (something missing, broken or too short), or None; reads no tensor."""
+    try:
+        ShardHeader.read(folder)
+        metadata = read_metadata(folder)
+    except CheckpointError as error:
+        return str(error)
+    ends: dict[str, int] = {}
+    for place in (metadata.storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size < end:
+            return f"{path} must have at least {end} bytes, got {path.stat().st_size}"
+    return None
+
+
+def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
+    """The saved model's whole tensors by parameter name, on the CPU, without a process group.
+
+    Tensors that several modules share are there once, under their first name; frozen ones only if they were saved.
+    Raises ``CheckpointError`` when the folder cannot be read.
+    """
+    ShardHeader.read(folder)
+    saved = saved_tensors(read_metadata(folder), MODEL)
+    tensors = {f"{MODEL}{name}": torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
+    read_tensors(folder, tensors, collective=False)
+    return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write ``tensors`` into ``folder``; a collective of all ranks where there are any. Raises ``CheckpointError``."""
+    with _one_line_per_failure(f"writing the shards in {folder}"):
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
+
+
+def read_tensors(folder: Path, tensors: dict[str, Tensor], collective: bool) -> None:
+    """Fill ``tensors`` from ``folder`` in place, all ranks together or this process alone. Raises ``CheckpointError``."""
+    with _one_line_per_failure(f"reading the shards in {folder}"):
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=not collective)
+
+
+@contextmanager
+def _one_line_per_failure(doing: str) -> Iterator[None]:
+    """The first rank's failure as one line, where DCP has a stack trace per rank; its warning that it runs alone is hidden.
+
+    DCP's exception is a ``BaseException``: nothing that handles errors would see it.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        reason = str(cause).partition("\n")[0]
+        raise CheckpointError(
+            f"{doing} must succeed on every rank, but {len(error.failures)} failed, first rank {rank} with "
+            f"{type(cause).__name__}: {reason}. Check the disk, or use another checkpoint."
+        ) from error

@@ -1,0 +1,165 @@
+"""A model and its optimizer on disk: saved by any number of ranks, loaded by any other, to the last bit.
+
+The tensors are written by torch.distributed.checkpoint (DCP), each once, under the name of its parameter.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from verl_rc.checkpoint.errors import CheckpointError
+from verl_rc.checkpoint.optimizer_state import empty_state_tensors, optimized_names, set_state_tensors, state_tensors
+from verl_rc.checkpoint.random_state import read_random_state, save_random_state, set_random_state
+from verl_rc.checkpoint.shard_folder import (
+    MODEL,
+    OPTIMIZER,
+    ShardHeader,
+    read_metadata,
+    read_tensors,
+    saved_tensors,
+    write_tensors,
+)
+
+MAX_NAMES = 5
+"""Names listed in an error; the rest are counted."""
+
+
+def save_shards(
+    folder: Path, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], leave_out_frozen: bool = False
+) -> None:
+    """Write ``model``, ``optimizer``, ``extra`` (JSON data) and every rank's random state; a collective of all ranks.
+
+    ``leave_out_frozen`` skips parameters without gradient: under LoRA they are those of the base model, which is on
+    disk already. Nothing in memory changes. Raises ``CheckpointError`` on every rank when one cannot write, or when
+    ``folder`` holds shards already.
+    """
+    named = named_tensors(model)
+    tensors = {MODEL + name: tensor.detach() for name, tensor in named.items() if not (leave_out_frozen and is_frozen(tensor))}
+    if optimizer is not None:
+        tensors |= {OPTIMIZER + name: tensor for name, tensor in state_tensors(named, optimizer).items()}
+    header = ShardHeader(
+        frozen_left_out=leave_out_frozen,
+        optimizer_parameters=None if optimizer is None else optimized_names(named, optimizer),
+        learning_rates=[] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups],
+        extra=extra,
+    )
+    with _failing_together():
+        folder.mkdir(parents=True, exist_ok=True)
+        if _rank() == 0:
+            header.write(folder)
+        save_random_state(_random_file(folder))
+    write_tensors(folder, tensors)
+
+
+def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Fill ``model`` and ``optimizer`` in place from ``folder``; a collective of all ranks. Returns ``extra``.
+
+    Learning rates come back as saved; all other hyper-parameters stay those of the given ``optimizer``. Random states
+    come back on ranks that existed when they were saved. Raises ``CheckpointError`` on every rank, before anything is
+    changed, for a folder that cannot be read or that holds another model.
+    """
+    named = named_tensors(model)
+    with _failing_together():
+        header, metadata = ShardHeader.read(folder), read_metadata(folder)
+        saved_model, saved_state = saved_tensors(metadata, MODEL), saved_tensors(metadata, OPTIMIZER)
+        differences = _model_differences(named, saved_model, header.frozen_left_out)
+        if optimizer is not None:
+            differences += _optimizer_differences(optimized_names(named, optimizer), optimizer, header)
+        if differences:
+            raise CheckpointError(
+                f"{folder} must hold the model that is trained, but {'; '.join(differences)}. Restore the model settings of "
+                "the run that saved it, or start anew with trainer.resume_mode=disable."
+            )
+        random_state = read_random_state(_random_file(folder))
+    tensors = {MODEL + name: named[name].detach() for name in saved_model}
+    state = {} if optimizer is None else empty_state_tensors(named, saved_state)
+    tensors |= {OPTIMIZER + name: tensor for name, tensor in state.items()}
+    read_tensors(folder, tensors, collective=dist.is_initialized())
+    if optimizer is not None:
+        set_state_tensors(optimizer, named, state, header.learning_rates)
+    set_random_state(random_state)
+    return header.extra
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name, each once: a tensor that modules share goes by its first name.
+
+    Sharded parameters are seen as shards: FSDP2 leaves some of them whole after a forward pass, and ``state_dict``,
+    other than ``named_parameters``, takes them back first.
+    """
+    first_names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and first_names.setdefault(id(tensor), name) == name:
+            tensors[name] = tensor
+    return tensors
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a parameter that is not trained."""
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def _model_differences(
+    named: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata], frozen_left_out: bool
+) -> list[str]:
+    expected = {name for name, tensor in named.items() if not (frozen_left_out and is_frozen(tensor))}
+    shapes = [
+        f"{name} {list(saved[name].size)} instead of {list(named[name].shape)}"
+        for name in sorted(named.keys() & saved.keys())
+        if saved[name].size != named[name].shape
+    ]
+    found = {
+        "lacks": sorted(expected - saved.keys()),
+        "has in addition": sorted(saved.keys() - named.keys()),
+        "has in another shape": shapes,
+    }
+    return [f"it {verb} {_some(names)}" for verb, names in found.items() if names]
+
+
+def _optimizer_differences(optimized: list[str], optimizer: Optimizer, header: ShardHeader) -> list[str]:
+    if header.optimizer_parameters is None:
+        return ["it was saved without an optimizer"]
+    given, saved = set(optimized), set(header.optimizer_parameters)
+    found = {"does not step": sorted(given - saved), "steps in addition": sorted(saved - given)}
+    differences = [f"its optimizer {verb} {_some(names)}" for verb, names in found.items() if names]
+    groups, saved_groups = len(optimizer.param_groups), len(header.learning_rates)
+    if groups != saved_groups:
+        differences.append(f"its optimizer has {saved_groups} parameter group(s) instead of {groups}")
+    return differences
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + rest
+
+
+@contextmanager
+def _failing_together() -> Iterator[None]:
+    """What goes wrong inside on any rank becomes a ``CheckpointError`` on all, so that none waits for another."""
+    problem = None
+    try:
+        yield
+    except (CheckpointError, OSError, RuntimeError) as error:
+        problem = str(error)
+    problems = [problem]
+    if dist.is_initialized():
+        problems *= dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    found = {text for text in problems if text is not None}
+    if found:
+        raise CheckpointError(" ".join(sorted(found)))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _random_file(folder: Path) -> Path:
+    return folder / f"random_state_{_rank()}.pt"

@@ -1,0 +1,176 @@
+"""The checkpoints of one run as folders on disk: written so that a crash at any moment leaves a complete one."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+from verl_rc.checkpoint.errors import CheckpointError
+
+ResumeMode = Literal["auto", "disable", "resume_path"]
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+"""Holds the step that was committed last, for people and scripts; nothing here reads it."""
+COMMIT_NUMBER_FILE = "commit_number"
+"""Inside a checkpoint: how many commits the run folder had seen, itself included."""
+_PARTIAL, _REPLACED, _DELETED = ".partial", ".replaced", ".deleted"
+_CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
+
+
+class CheckpointStore:
+    """``global_step_<N>`` folders of one run. One process writes; any may list.
+
+    A checkpoint is newer than another when it was committed later, whatever their steps: a run that starts anew, or
+    falls back to an older checkpoint, passes steps whose folders exist already.
+    """
+
+    def __init__(self, run_folder: Path, keep: int | None) -> None:
+        """``keep`` is how many of the newest checkpoints stay (``trainer.max_actor_ckpt_to_keep``); None: all."""
+        if keep is not None and keep < 1:
+            raise ValueError(
+                f"trainer.max_actor_ckpt_to_keep must be at least 1, or null to keep every checkpoint, got {keep}. "
+                "trainer.save_freq=-1 writes none."
+            )
+        self._run_folder = run_folder
+        self._keep = keep
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of ``step`` into; what a crash left behind is cleared away."""
+        self._finish_interrupted_commit()
+        partial = self._folder(step, _PARTIAL)
+        partial.mkdir(parents=True)
+        return partial
+
+    def commit(self, step: int) -> Path:
+        """Make what was written since ``begin(step)`` the newest checkpoint, then delete those beyond ``keep``.
+
+        The files reach the disk before the folder gets its name, and older checkpoints go last. Raises
+        ``CheckpointError`` when ``begin`` was not called.
+        """
+        partial, final = self._folder(step, _PARTIAL), self._folder(step)
+        if not partial.is_dir():
+            raise CheckpointError(f"commit({step}) needs the folder that begin({step}) made, but {partial} is not there.")
+        commit_number = 1 + max((_commit_number(folder) for folder in self.newest_first()), default=0)
+        (partial / COMMIT_NUMBER_FILE).write_text(f"{commit_number}\n")
+        _sync_tree(partial)
+        replaced = self._folder(step, _REPLACED)
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(partial, final)
+        _sync(self._run_folder)
+        self._write_latest(step)
+        shutil.rmtree(replaced, ignore_errors=True)
+        self._delete_old()
+        return final
+
+    def newest_first(self) -> list[Path]:
+        """Complete checkpoints, the one committed last first."""
+        if not self._run_folder.is_dir():
+            return []
+        folders = [path for path in self._run_folder.iterdir() if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
+        return sorted(folders, key=lambda folder: (_commit_number(folder), _step_of(folder)), reverse=True)
+
+    def choose(
+        self, mode: ResumeMode, path: str | None, is_readable: Callable[[Path], str | None]
+    ) -> tuple[Path | None, list[str]]:
+        """The checkpoint to resume from (None: start anew), and a message for every newer one that was passed over.
+
+        ``mode`` is ``trainer.resume_mode``, ``path`` is ``trainer.resume_from_path``; ``is_readable`` returns None for a
+        checkpoint that can be read, else the reason why not. Raises ``CheckpointError`` when checkpoints were asked
+        for or found and none can be read: a run never starts anew by surprise.
+        """
+        if mode not in get_args(ResumeMode):
+            raise CheckpointError(f"trainer.resume_mode must be one of {list(get_args(ResumeMode))}, got {mode!r}.")
+        if mode == "disable":
+            return None, []
+        if mode == "resume_path":
+            return _given_checkpoint(path, is_readable), []
+        self._finish_interrupted_commit()
+        reasons: list[tuple[Path, str]] = []
+        for folder in self.newest_first():
+            reason = is_readable(folder)
+            if reason is None:
+                return folder, [f"{passed} cannot be read ({why}); falling back to {folder}" for passed, why in reasons]
+            reasons.append((folder, reason))
+        if not reasons:
+            return None, []
+        listed = "; ".join(f"{folder.name}: {reason}" for folder, reason in reasons)
+        raise CheckpointError(
+            f"trainer.resume_mode=auto needs a checkpoint that can be read in {self._run_folder}, but none of "
+            f"{len(reasons)} can ({listed}). Repair one, give another folder with trainer.resume_mode=resume_path and "
+            "trainer.resume_from_path, or start anew with trainer.resume_mode=disable."
+        )
+
+    def _folder(self, step: int, suffix: str = "") -> Path:
+        return self._run_folder / f"global_step_{step}{suffix}"
+
+    def _write_latest(self, step: int) -> None:
+        beside = self._run_folder / f"{LATEST_FILE}{_PARTIAL}"
+        beside.write_text(f"{step}\n")
+        _sync(beside)
+        os.replace(beside, self._run_folder / LATEST_FILE)
+        _sync(self._run_folder)
+
+    def _delete_old(self) -> None:
+        """Folders lose their name first: one that is half deleted must not look like a checkpoint."""
+        if self._keep is None:
+            return
+        for folder in self.newest_first()[self._keep :]:
+            doomed = folder.with_name(f"{folder.name}{_DELETED}")
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _finish_interrupted_commit(self) -> None:
+        """Give a checkpoint that was moved aside its name back unless its successor took it; clear the rest away."""
+        for replaced in self._run_folder.glob(f"global_step_*{_REPLACED}"):
+            final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+            if not final.exists():
+                os.rename(replaced, final)
+        for suffix in (_PARTIAL, _REPLACED, _DELETED):
+            for folder in self._run_folder.glob(f"global_step_*{suffix}"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _given_checkpoint(path: str | None, is_readable: Callable[[Path], str | None]) -> Path:
+    """The folder ``path``, refused unless it is a checkpoint that can be read."""
+    keys = "trainer.resume_mode=resume_path needs trainer.resume_from_path to be a checkpoint folder (.../global_step_N)"
+    if path is None:
+        raise CheckpointError(f"{keys}, got null. Name the folder, or use trainer.resume_mode=auto or disable.")
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{keys}, but there is no folder {path!r}. Name one that exists.")
+    if folder.name.endswith((_PARTIAL, _REPLACED, _DELETED)):
+        raise CheckpointError(f"{keys}, but {path!r} was never finished or is being removed. Name a finished one.")
+    reason = is_readable(folder)
+    if reason is not None:
+        raise CheckpointError(f"{keys} that can be read, but {path!r} cannot ({reason}). Name another one.")
+    return folder
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("global_step_"))
+
+
+def _commit_number(folder: Path) -> int:
+    """The number written at commit; 0 for folders from elsewhere, which are then ordered by step."""
+    try:
+        return int((folder / COMMIT_NUMBER_FILE).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _sync_tree(folder: Path) -> None:
+    """Have the operating system write every file and folder below ``folder``, and itself, to the disk."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
