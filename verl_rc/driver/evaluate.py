@@ -1,22 +1,23 @@
-"""The validation pass: sample every held-out prompt, score it, and show some of it."""
+"""The validation pass: sample every held-out prompt, score the samples, and show some of them."""
 
 import math
 import random
 from collections import defaultdict
-
-import torch
+from numbers import Real
+from typing import TypeGuard
 
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver import stages
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.metrics.best_of_n import Sample, summarise_samples
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
 def validate(run: Run, record: StepRecord, step: int = 0) -> float:
-    """Mean accuracy over all validation prompts (``val-core/<data_source>/acc/mean@N``); returned for the closing line.
+    """Sample every validation prompt ``val_kwargs.n`` times; returns the mean accuracy of all samples for the closing line.
 
-    Samples are drawn with the same seeds at every step, so two validations differ by the weights alone.
+    Every sample has the same seed at every step, so two validations differ by the weights alone.
     """
     options = run.config.actor_rollout_ref.rollout.val_kwargs
     rows = [row for row in run.validation_rows for _ in range(options.n)]
@@ -30,18 +31,52 @@ def validate(run: Run, record: StepRecord, step: int = 0) -> float:
     sampling = SamplingOptions.for_validation(options, run.config.data.max_response_length, run.stop_token_ids)
     with record.stage("testing"):
         scored = _score_in_batches(run, rows, requests, sampling)
-    accuracy, metrics = _accuracies(rows, scored, options.n)
-    record.add(metrics)
+    record.add(validation_metrics(rows, scored, options.n))
     _show_samples(run, rows, scored, step)
     if run.config.trainer.validation_data_dir is not None:
         stages.write_samples(run.config.trainer.validation_data_dir, step, rows, scored)
-    return accuracy
+    return math.fsum(scored.accuracies()) / len(rows)
+
+
+def validation_metrics(rows: list[PromptRow], scored: stages.ScoredTexts, samples_per_prompt: int) -> dict[str, float]:
+    """Statistics of every data source and variable: ``val-core`` for the headline, ``val-aux`` for the rest.
+
+    Variables are the reward and the numeric columns of the reward function. A sample without a finite number (None, NaN)
+    does not count; a variable that no sample of a source has is left out there. ``acc`` makes the headline where there is
+    one, else the reward. Samples vote (``maj@n``) by the column ``pred``.
+    """
+    columns: dict[str, list[object]] = {**scored.extras, "reward": list(scored.scores.tolist())}
+    votes = columns.pop("pred", [None] * len(rows))
+    answers = [None if vote is None else str(vote) for vote in votes]
+    indices_by_source: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        indices_by_source[row.data_source].append(index)
+    headline = {f"mean@{samples_per_prompt}", f"best@{samples_per_prompt}/mean", f"maj@{samples_per_prompt}/mean"}
+    metrics: dict[str, float] = {}
+    for source, indices in indices_by_source.items():
+        by_variable = {}
+        for variable, column in columns.items():
+            values = [(index, column[index]) for index in indices]
+            samples = [Sample(rows[i].row_index, float(value), answers[i]) for i, value in values if _is_finite(value)]
+            by_variable[variable] = summarise_samples(samples, samples_per_prompt)
+        core_variable = "acc" if by_variable.get("acc") else "reward"
+        for variable, statistics in by_variable.items():
+            for name, value in statistics.items():
+                group = "val-core" if variable == core_variable and name in headline else "val-aux"
+                metrics[f"{group}/{source}/{variable}/{name}"] = value
+    return metrics
+
+
+def _is_finite(value: object) -> TypeGuard[Real]:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _score_in_batches(
     run: Run, rows: list[PromptRow], requests: list[GenerationRequest], sampling: SamplingOptions
 ) -> stages.ScoredTexts:
-    size = run.config.data.val_batch_size or len(rows)
+    """``data.val_batch_size`` prompts at once, with all their samples."""
+    prompts_at_once = run.config.data.val_batch_size or len(run.validation_rows)
+    size = prompts_at_once * run.config.actor_rollout_ref.rollout.val_kwargs.n
     parts = []
     for start in range(0, len(rows), size):
         batch = requests[start : start + size]
@@ -51,26 +86,15 @@ def _score_in_batches(
     return stages.ScoredTexts.concatenated(parts)
 
 
-def _accuracies(rows: list[PromptRow], scored: stages.ScoredTexts, samples: int) -> tuple[float, dict[str, float]]:
-    """Mean of ``acc`` (the score where the reward function gives none) in all and by data source."""
-    accuracies = scored.accuracies()
-    by_source: dict[str, list[float]] = defaultdict(list)
-    scores: dict[str, list[float]] = defaultdict(list)
-    for row, accuracy, value in zip(rows, accuracies, scored.scores.tolist(), strict=True):
-        by_source[row.data_source].append(accuracy)
-        scores[row.data_source].append(value)
-    metrics = {}
-    for source, values in by_source.items():
-        metrics[f"val-core/{source}/acc/mean@{samples}"] = math.fsum(values) / len(values)
-        metrics[f"val-aux/{source}/reward/mean@{samples}"] = math.fsum(scores[source]) / len(values)
-    return float(torch.tensor(accuracies, dtype=torch.float64).mean()), metrics
-
-
 def _show_samples(run: Run, rows: list[PromptRow], scored: stages.ScoredTexts, step: int) -> None:
-    count = min(run.config.trainer.log_val_generations, len(rows))
-    if count <= 0:
+    """``trainer.log_val_generations`` samples of the same prompts at every step, the samples of a prompt together."""
+    count = run.config.trainer.log_val_generations
+    if count == 0:
         return
-    chosen = sorted(random.Random(42).sample(range(len(rows)), count))
+    samples_per_prompt = len(rows) // len(run.validation_rows)
+    num_prompts = min(math.ceil(count / samples_per_prompt), len(run.validation_rows))
+    prompts = sorted(random.Random(42).sample(range(len(run.validation_rows)), num_prompts))
+    chosen = [prompt * samples_per_prompt + sample for prompt in prompts for sample in range(samples_per_prompt)][:count]
     scores = scored.scores.tolist()
     table = [[rows[i].messages[-1]["content"], scored.texts[i], str(rows[i].ground_truth), scores[i]] for i in chosen]
     run.tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)

@@ -2,15 +2,16 @@
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
+_DRAWN = "of n samples drawn with replacement from the prompt's"
 _AGGREGATES = {
-    "mean@{n}": "mean over prompts of the mean of n samples",
-    "std@{n}": "mean over prompts of the standard deviation of n samples",
-    "best@{n}/mean": "mean over prompts of the expected best of n samples",
-    "best@{n}/std": "mean over prompts of the bootstrap standard deviation of the best of n samples",
-    "worst@{n}/mean": "mean over prompts of the expected worst of n samples",
-    "worst@{n}/std": "mean over prompts of the bootstrap standard deviation of the worst of n samples",
-    "maj@{n}/mean": "mean over prompts of the expected value of the majority answer among n samples",
-    "maj@{n}/std": "mean over prompts of the bootstrap standard deviation of that value",
+    "mean@{n}": "mean over prompts of the mean of their n samples",
+    "std@{n}": "mean over prompts of the unbiased standard deviation of their n samples",
+    "best@{n}/mean": f"mean over prompts of the expected best {_DRAWN}",
+    "best@{n}/std": f"mean over prompts of the standard deviation of the best {_DRAWN}",
+    "worst@{n}/mean": f"mean over prompts of the expected worst {_DRAWN}",
+    "worst@{n}/std": f"mean over prompts of the standard deviation of the worst {_DRAWN}",
+    "maj@{n}/mean": f"mean over prompts of the expected value of the most frequent `pred` {_DRAWN}",
+    "maj@{n}/std": f"mean over prompts of the standard deviation of the value of the most frequent `pred` {_DRAWN}",
 }
 _CORE = ("mean@{n}", "best@{n}/mean", "maj@{n}/mean")
 
