@@ -1,7 +1,8 @@
 """A vLLM engine in this process: token ids in; token ids, log-probs and weight versions out."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm import LLM, SamplingParams
@@ -11,7 +12,11 @@ from vllm.outputs import CompletionOutput
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.weight_sync import receiver
+from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
+
+MemoryTag = Literal["weights", "kv_cache"]
+"""The parts of an engine's memory that sleep and wake by themselves."""
 
 
 class RolloutEngine:
@@ -20,6 +25,7 @@ class RolloutEngine:
     def __init__(self, options: EngineOptions) -> None:
         """Build the engine; weights come with the first update."""
         self._options = options
+        self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
         self._llm = LLM(
             model=options.model_path,
             dtype=options.dtype,
@@ -45,13 +51,47 @@ class RolloutEngine:
         self._llm.init_weight_transfer_engine({"init_info": asdict(mine)})
 
     def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
-        """Take one weight update as ``version`` and forget every cached prefix; returns a receipt per worker."""
-        self._llm.start_weight_update()
+        """Take one broadcast weight update as ``version`` and forget every cached prefix; returns a receipt per worker."""
+        self.begin_update()
         self._llm.update_weights({"update_info": {"manifest": manifest, "bucket_bytes": bucket_bytes}})
+        return self.finish_update(version)
+
+    def device_keys(self) -> list[str]:
+        """The device of each worker, named as trainer ranks name theirs."""
+        keys: list[str] = self._llm.collective_rpc("weight_sync_device")
+        return keys
+
+    def begin_update(self) -> None:
+        """Make the model loadable; every bucket of the update follows, then ``finish_update``."""
+        self._llm.start_weight_update()
+
+    def load_bucket(self, handle: BucketHandle) -> None:
+        """Load one lent bucket; its lender may take the memory back when this returns."""
+        self._llm.update_weights({"update_info": {"handle": handle}})
+
+    def finish_update(self, version: int) -> list[dict[str, Any]]:
+        """Call what was loaded ``version`` and forget every cached prefix; returns a receipt per worker."""
         self._llm.finish_weight_update(str(version))
         self.reset_prefix_cache()
         receipts: list[dict[str, Any]] = self._llm.collective_rpc("weight_sync_receipt")
         return receipts
+
+    def sleep(self) -> bool:
+        """Give up the memory of weights and key-value cache, so that a trainer on the same device can use it.
+
+        The weights are gone for good: ``wake_up(["weights"])``, a whole update and ``wake_up(["kv_cache"])`` must come
+        before the next request. Returns False, having done nothing, for an engine built without ``enable_sleep_mode``
+        (vLLM refuses that argument on a CPU).
+        """
+        if self._can_sleep:
+            self._llm.sleep(level=2)
+        return self._can_sleep
+
+    def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
+        """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot sleep."""
+        if self._can_sleep:
+            self._llm.wake_up(list(tags))
+        return self._can_sleep
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
@@ -70,7 +110,7 @@ class RolloutEngine:
                 top_p=options.top_p,
                 top_k=options.top_k,
                 max_tokens=options.max_tokens,
-                stop_token_ids=list(options.stop_token_ids),
+                stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
                 ignore_eos=options.ignore_eos,
                 logprobs=0,
                 flat_logprobs=True,

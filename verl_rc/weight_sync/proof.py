@@ -65,6 +65,16 @@ class LogProbGap:
         mean, maximum = torch.stack([gap.mean(), gap.max()]).tolist() if gap.numel() else (0.0, 0.0)
         return cls(mean, maximum)
 
+    def require_at_most(self, limit: float, where: str) -> None:
+        """Raise ``SyncProofError`` when the mean gap is above ``limit`` nats (or is no number)."""
+        if not self.mean <= limit:
+            raise SyncProofError(
+                f"{where}: the mean |trainer - rollout log-prob| must be at most {limit:.3g} nats for this engine, "
+                f"it is {self.mean:.3g} (largest {self.maximum:.3g}). The engine does not sample from the trainer's weights: "
+                "look for a missed weight update, a stale prefix cache or another temperature. If the gap is expected, set "
+                "actor_rollout_ref.rollout.sync_proof.gap_limit."
+            )
+
 
 # Ten times the mean gap measured between vLLM and an fp32 trainer on the same weights (docs/experiment_log.md), by
 # the engine's least precise part. A first step above it is a fault, not rounding.
@@ -79,25 +89,20 @@ class GapMonitor:
         """``precision``: a key of the table of plausible gaps; ``limit`` (nats) overrides the calibration."""
         self._plausible = _PLAUSIBLE_MEAN_GAP[precision]
         self._fixed = limit
-        self._calibrated: float | None = None
+        self.calibrated: float | None = None
+        """The limit that the first step gave, nats; belongs in a checkpoint."""
 
     @property
     def limit(self) -> float:
         """The mean gap above which a step is refused, nats."""
-        return self._fixed or self._calibrated or self._plausible
+        return self._fixed or self.calibrated or self._plausible
 
     def check(self, gap: LogProbGap, where: str) -> None:
         """Raise ``SyncProofError`` when ``gap`` is too large for this engine's precision; calibrate on the first
         call."""
-        if not gap.mean <= self.limit:
-            raise SyncProofError(
-                f"{where}: the mean |trainer - rollout log-prob| must be at most {self.limit:.3g} nats for this engine, "
-                f"it is {gap.mean:.3g} (largest {gap.maximum:.3g}). The engine does not sample from the trainer's weights: look "
-                "for a missed weight update, a stale prefix cache or another temperature. If the gap is expected, set "
-                "actor_rollout_ref.rollout.sync_proof.gap_limit."
-            )
-        if self._calibrated is None:
-            self._calibrated = min(self._plausible, max(_FACTOR_OVER_FIRST * gap.mean, self._plausible / 4))
+        gap.require_at_most(self.limit, where)
+        if self.calibrated is None:
+            self.calibrated = min(self._plausible, max(_FACTOR_OVER_FIRST * gap.mean, self._plausible / 4))
 
 
 def engine_precision(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:

@@ -4,18 +4,21 @@ vLLM's layerwise reload is the only way in that works everywhere: on a CPU its w
 and the parameters emptied, and a quantised engine has to quantise anew.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from verl_rc.weight_sync.manifest import Manifest, tensor_digest
+from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
+from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
 from verl_rc.weight_sync.transfer_group import Group, TransferAddress, broadcast_from_sender, join_transfer_group
 
-BACKEND_NAME = "verl_rc_process_group"
+BACKEND_NAME = "verl_rc"
 
 
 @dataclass
@@ -33,31 +36,46 @@ class ReceiverAddress(WeightTransferInitInfo):
 
 @dataclass
 class ReceiveOrder(WeightTransferUpdateInfo):
-    """One whole update to receive."""
+    """A whole update to receive by broadcast, or one lent bucket to copy."""
 
     manifest: list[dict[str, Any]] = field(default_factory=list)
+    """The tensors of a broadcast update; unused where there is a handle."""
     bucket_bytes: int = 1 << 30
+    handle: BucketHandle | None = None
 
 
-class ProcessGroupReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
-    """Receives broadcast buckets, digests each tensor, and loads it through vLLM's layerwise reload."""
+class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
+    """Takes buckets by broadcast or out of lent memory, digests each tensor, and loads it by layerwise reload."""
 
     init_info_cls = ReceiverAddress
     update_info_cls = ReceiveOrder
 
-    def init_transfer_engine(self, init_info: ReceiverAddress) -> None:
-        """Join the transfer group."""
-        rank = init_info.first_rank + self.vllm_config.parallel_config.rank
-        address = TransferAddress(init_info.host, init_info.port, init_info.world_size, init_info.timeout_seconds)
-        self._group: Group = join_transfer_group(address, rank, init_info.process_group_backend)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """As vLLM builds every weight-transfer engine."""
+        super().__init__(*arguments, **options)
+        self._group: Group | None = None
+        self._updating = False
         self.digests: dict[str, int] = {}
         self.loaded: set[str] = set()
         # Scales are derived from weights by online quantisation; no tensor of the update fills them.
         self.expected = {name for name, _ in self.model.named_parameters() if not name.endswith("_scale")}
 
+    def init_transfer_engine(self, init_info: ReceiverAddress) -> None:
+        """Join the transfer group; lent buckets need none."""
+        rank = init_info.first_rank + self.vllm_config.parallel_config.rank
+        address = TransferAddress(init_info.host, init_info.port, init_info.world_size, init_info.timeout_seconds)
+        self._group = join_transfer_group(address, rank, init_info.process_group_backend)
+
     def start_weight_update(self) -> None:
-        """Put the model's layers back into loadable form."""
+        """Put the model's layers back into loadable form.
+
+        An update that broke off is closed first: layers it had half loaded would otherwise mix its tensors with the
+        new ones.
+        """
+        if self._updating:
+            self.finish_weight_update()
         self.digests, self.loaded = {}, set()
+        self._updating = True
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -67,24 +85,26 @@ class ProcessGroupReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: ReceiveOrder) -> None:
-        """Receive every bucket of the manifest and load it.
-
-        A fresh buffer for each bucket: layerwise reload keeps views of the tensors until their layer is complete.
-        """
-        manifest = Manifest.from_plain(update_info.manifest)
-        for bucket in manifest.buckets(update_info.bucket_bytes):
-            sizes = [spec.num_elements for spec in bucket]
-            flat = torch.empty(sum(sizes), dtype=bucket[0].torch_dtype, device=self.device)
+        """Receive every bucket of the order and load it."""
+        if update_info.handle is not None:
+            self._load(update_info.handle.tensors, copy_bucket(update_info.handle, self.device))
+            return
+        for bucket in Manifest.from_plain(update_info.manifest).buckets(update_info.bucket_bytes):
+            num_elements = sum(spec.num_elements for spec in bucket)
+            flat = torch.empty(num_elements, dtype=bucket[0].torch_dtype, device=self.device)
             broadcast_from_sender(self._group, flat)
-            parts = flat.split(sizes)
-            self.digests.update({spec.name: tensor_digest(part) for spec, part in zip(bucket, parts, strict=True)})
-            loaded = self.model.load_weights(
-                (spec.name, part.view(spec.shape)) for spec, part in zip(bucket, parts, strict=True)
-            )
-            self.loaded |= set(loaded or ())
+            self._load(bucket, flat)
+
+    def _load(self, bucket: Sequence[TensorSpec], flat: Tensor) -> None:
+        """Load a bucket ``flat`` of this worker's own: layerwise reload keeps views of it until their layer is complete."""
+        parts = flat.split([spec.num_elements for spec in bucket])
+        self.digests.update({spec.name: tensor_digest(part) for spec, part in zip(bucket, parts, strict=True)})
+        loaded = self.model.load_weights((spec.name, part.view(spec.shape)) for spec, part in zip(bucket, parts, strict=True))
+        self.loaded |= set(loaded or ())
 
     def finish_weight_update(self) -> None:
         """Quantise or prepack the layers that are complete."""
+        self._updating = False
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -102,6 +122,10 @@ class ReceiptExtension:
         engine = self.weight_transfer_engine
         return {"digests": engine.digests, "not_loaded": sorted(engine.expected - engine.loaded)}
 
+    def weight_sync_device(self) -> str:
+        """Key of this worker's device, as trainer ranks name theirs."""
+        return device_key(self.weight_transfer_engine.device)
+
 
 if BACKEND_NAME not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND_NAME, ProcessGroupReceiver)
+    WeightTransferEngineFactory.register_engine(BACKEND_NAME, WeightReceiver)

@@ -1,13 +1,15 @@
-"""The trainer's end of a weight update: gather, cast to the wire dtype, digest, broadcast."""
+"""The trainer's end of a weight update: gather, cast to the wire dtype, digest, then broadcast or lend."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from verl_rc.distributed.fsdp import gather_full_tensor
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
+from verl_rc.weight_sync.shared_bucket import BucketHandle, SharedBucket, device_key, share_bucket
 from verl_rc.weight_sync.transfer_group import Group, TransferAddress, broadcast_from_sender, join_transfer_group
 
 
@@ -19,18 +21,59 @@ class SendReceipt:
     num_bytes: int
 
 
-class WeightSender:
-    """Sends a model's parameters to the engines. Every trainer rank takes part in gathering; only rank 0 broadcasts."""
+class WeightSource(Protocol):
+    """Weights as engines know them, wherever they come from."""
 
-    def __init__(self, model: nn.Module, rank: int, wire_dtype: str, bucket_bytes: int) -> None:
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight's name and shape, in the order in which they are sent."""
+
+    def gather(self, name: str) -> Tensor:
+        """One whole weight, detached; collective over the trainer ranks."""
+
+
+class ModelWeights:
+    """The parameters of a model, sharded or not, as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model`` may change its weights at any time; they are looked up when they are sent."""
+        self._model = model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self._model.parameters()).device
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's name and whole shape."""
+        return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+
+    def gather(self, name: str) -> Tensor:
+        """One whole parameter; collective over the trainer ranks."""
+        return gather_full_tensor(self._model.get_parameter(name)).detach()
+
+
+class WeightSender:
+    """Gives a model's parameters to the engines; gathering them is collective over the trainer ranks.
+
+    Either ``join`` once and ``send`` every update: rank 0 broadcasts. Or, where engines live on the trainer's
+    devices, ``offer`` one bucket after the other on every rank, and ``release`` in the end.
+    """
+
+    def __init__(self, weights: WeightSource, rank: int, wire_dtype: str, bucket_bytes: int) -> None:
         """``wire_dtype`` is the engine's parameter dtype: the engine would round to it anyway, and half the bytes
         travel."""
-        self._model = model
+        self._weights = weights
         self._rank = rank
         self._bucket_bytes = bucket_bytes
         self._group: Group | None = None
+        self._lent: SharedBucket | None = None
+        self._digests: dict[str, int] = {}
         self.manifest = Manifest(
-            tuple(TensorSpec(name, wire_dtype, tuple(p.shape)) for name, p in model.named_parameters())
+            tuple(TensorSpec(name, wire_dtype, shape) for name, shape in weights.shapes().items())
         )
 
     def join(self, address: TransferAddress, backend: str) -> None:
@@ -39,25 +82,72 @@ class WeightSender:
             self._group = join_transfer_group(address, rank=0, backend=backend)
 
     def send(self) -> SendReceipt:
-        """Send every tensor of the manifest; collective over the trainer ranks."""
-        tensors = self._full_tensors()
-        if self._group is None:
-            for _ in tensors:
-                pass
-            return SendReceipt({}, 0)
-        digests: dict[str, int] = {}
+        """Broadcast every tensor of the manifest; collective over the trainer ranks."""
+        self._digests = {}
         for bucket in self.manifest.buckets(self._bucket_bytes):
-            flat = torch.cat(list(self._take(tensors, bucket, digests)))
-            broadcast_from_sender(self._group, flat)
-        return SendReceipt(digests, self.manifest.num_bytes)
+            if self._group is None:
+                self._help_to_gather(bucket)
+            else:
+                broadcast_from_sender(self._group, torch.cat(list(self._wire_tensors(bucket))))
+        return self._receipt()
 
-    def _full_tensors(self) -> Iterator[Tensor]:
-        for _, parameter in self._model.named_parameters():
-            yield gather_full_tensor(parameter)
+    @property
+    def num_buckets(self) -> int:
+        """How many buckets make one update."""
+        return len(self._buckets())
 
-    @staticmethod
-    def _take(tensors: Iterable[Tensor], bucket: list[TensorSpec], digests: dict[str, int]) -> Iterator[Tensor]:
-        for spec, tensor in zip(bucket, tensors, strict=False):
-            wire = tensor.detach().reshape(-1).to(spec.torch_dtype)
-            digests[spec.name] = tensor_digest(wire)
+    def device_key(self) -> str:
+        """The device this rank can lend memory of."""
+        return device_key(self._device)
+
+    def offer(self, index: int, share: bool) -> BucketHandle:
+        """Lend bucket ``index`` in memory of this rank's device; collective over the trainer ranks.
+
+        A rank with ``share=False`` helps to gather and lends nothing. The bucket lent before is taken back first, so
+        the engines must have copied it: there is never more than one bucket of extra memory.
+        """
+        if index == 0:
+            self._digests = {}
+        self._take_back()
+        bucket = self._buckets()[index]
+        if not share:
+            self._help_to_gather(bucket)
+            return BucketHandle(tuple(bucket), {})
+        self._lent = share_bucket(bucket, self._wire_tensors(bucket), self._device)
+        return BucketHandle(tuple(bucket), {self.device_key(): self._lent.place()})
+
+    def release(self) -> SendReceipt:
+        """Take the last bucket back, be the update complete or broken off; the receipt counts what was offered."""
+        self._take_back()
+        if self._device.type != "cpu":
+            # The engine that wakes up next to this process needs the room.
+            torch.cuda.empty_cache()
+        return self._receipt()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._weights.device
+
+    def _buckets(self) -> list[list[TensorSpec]]:
+        return list(self.manifest.buckets(self._bucket_bytes))
+
+    def _take_back(self) -> None:
+        if self._lent is not None:
+            self._lent.release()
+            self._lent = None
+
+    def _help_to_gather(self, bucket: list[TensorSpec]) -> None:
+        for _ in self._wire_tensors(bucket):
+            pass
+
+    def _wire_tensors(self, bucket: list[TensorSpec]) -> Iterator[Tensor]:
+        """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their digests."""
+        for spec in bucket:
+            wire = self._weights.gather(spec.name).reshape(-1).to(spec.torch_dtype)
+            if self._rank == 0:
+                self._digests[spec.name] = tensor_digest(wire)
             yield wire
+
+    def _receipt(self) -> SendReceipt:
+        num_bytes = sum(spec.num_bytes for spec in self.manifest.tensors if spec.name in self._digests)
+        return SendReceipt(dict(self._digests), num_bytes)

@@ -1,0 +1,34 @@
+"""A bucket on a GPU is copied by another process on the same GPU, and its memory comes back."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from other_process import OtherProcess
+
+from verl_rc.weight_sync.manifest import TensorSpec
+from verl_rc.weight_sync.shared_bucket import BucketHandle, device_key, share_bucket
+
+NUM_ELEMENTS = 1 << 20
+SPECS = (TensorSpec("w", "bfloat16", (NUM_ELEMENTS,)),)
+
+
+@pytest.fixture
+def borrower() -> Iterator[OtherProcess]:
+    process = OtherProcess("weight_borrowers:Borrower", {})
+    yield process
+    process.end()
+
+
+@pytest.mark.gpu
+def test_every_bucket_arrives_and_none_stays(borrower: OtherProcess) -> None:
+    device = torch.device("cuda", 0)
+    values = (torch.arange(NUM_ELEMENTS) % 251).bfloat16()
+    before = torch.cuda.memory_allocated(device)
+    for factor in (1, 2, 3):
+        bucket = share_bucket(SPECS, [(factor * values).to(device)], device)
+        handle = BucketHandle(SPECS, {device_key(device): bucket.place()})
+        assert borrower.call("copied", handle, "cuda:0") == (factor * values).float().tolist()
+        bucket.release()
+        del bucket, handle
+        assert torch.cuda.memory_allocated(device) == before

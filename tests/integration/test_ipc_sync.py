@@ -1,0 +1,152 @@
+"""A real engine borrows the trainer's weights bucket by bucket, and then computes with exactly these weights."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from other_process import OtherProcess
+from transformers import AutoModelForCausalLM
+
+from verl_rc.cluster.environment import engine_environment
+from verl_rc.data.batches import Completions
+from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.weight_sync.proof import SyncProofError, check_receipts
+from verl_rc.weight_sync.sender import ModelWeights, WeightSender
+from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
+from verl_rc.weight_sync.transfer_group import TransferAddress
+
+# Room for the query projection but not for key and value with it: vLLM fuses the three into one layer.
+BUCKET_BYTES = 20 << 10
+# Longer than one block of 32 tokens, so that a second request finds a cached prefix.
+PROMPT = [5 + index % 7 for index in range(40)]
+GREEDY = SamplingOptions(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=(), ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(task: dict[str, Path]) -> Iterator[OtherProcess]:
+    """A RolloutEngine in fp32 in a process of its own, without Ray."""
+    arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "block_size": 32, "skip_tokenizer_init": True}
+    options = EngineOptions(str(task["model"]), "float32", max_model_len=96, response_width=8, arguments=arguments)
+    environment = engine_environment(num_threads=1, device="cpu", one_node=True)
+    process = OtherProcess("observed_engine:ObservedEngine", environment, options=options)
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def model(task: dict[str, Path]) -> Any:
+    return AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
+
+
+@pytest.fixture
+def sender(model: Any) -> Iterator[WeightSender]:
+    before = set(os.listdir("/dev/shm"))
+    yield WeightSender(ModelWeights(model), rank=0, wire_dtype="float32", bucket_bytes=BUCKET_BYTES)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[dict[str, Any]]:
+    """One update, in the order in which a driver has to make the calls; returns the engine's receipts."""
+    (share,) = choose_offering_ranks([sender.device_key()], engine.call("device_keys"))
+    engine.call("begin_update")
+    try:
+        for index in range(sender.num_buckets):
+            engine.call("load_bucket", sender.offer(index, share))
+    finally:
+        sent = sender.release()
+    received: list[dict[str, Any]] = engine.call("finish_update", version)
+    check_receipts(sender.manifest, sent, [received], version)
+    return received
+
+
+def change(model: Any, seed: int) -> None:
+    """Move every weight so far that another version cannot be mistaken for this one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def gap_to_model(model: Any, engine: OtherProcess, version: int) -> float:
+    """Largest |log-prob of the engine - log-prob of transformers| over greedily generated tokens, nats."""
+    completions: Completions = engine.call("generate", [GenerationRequest(PROMPT, seed=0)], GREEDY)
+    assert set(completions.policy_versions[0].tolist()) == {version}
+    tokens = torch.tensor([PROMPT + completions.responses[0].tolist()])
+    with torch.no_grad():
+        log_probs = model(tokens).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    assert torch.equal(log_probs.argmax(-1), completions.responses[0])
+    expected = log_probs.gather(-1, completions.responses[0][:, None])[:, 0]
+    return float((expected - completions.rollout_log_probs[0]).abs().max())
+
+
+def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+    assert sender.num_buckets >= 3
+    for version in (1, 2):
+        change(model, seed=version)
+        publish(sender, engine, version)
+        assert gap_to_model(model, engine, version) < 1e-4
+        change(model, seed=99)
+        with pytest.raises(AssertionError):
+            assert gap_to_model(model, engine, version) < 0.01
+
+
+def test_a_broadcast_loads_the_same_weights(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+    change(model, seed=6)
+    lent = publish(sender, engine, 6)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = TransferAddress("127.0.0.1", probe.getsockname()[1], world_size=2)
+    engine.ask("join_transfer", address, 1, "gloo")
+    sender.join(address, "gloo")
+    engine.answer()
+    engine.ask("receive_weights", sender.manifest.to_plain(), BUCKET_BYTES, 7)
+    sent = sender.send()
+    received = engine.answer()
+    check_receipts(sender.manifest, sent, [received], 7)
+    assert received == lent
+    assert gap_to_model(model, engine, 7) < 1e-4
+
+
+def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
+    model: Any, sender: WeightSender, engine: OtherProcess
+) -> None:
+    change(model, seed=3)
+    engine.call("begin_update")
+    engine.call("load_bucket", sender.offer(0, True))
+    engine.call("load_bucket", sender.offer(1, True))
+    vanished = sender.offer(2, True)
+    assert [spec.name.split(".")[-2] for spec in vanished.tensors[:4]] == ["k_proj", "k_proj", "v_proj", "v_proj"]
+    sender.release()
+    with pytest.raises(RuntimeError, match="No such file"):
+        engine.call("load_bucket", vanished)
+    change(model, seed=4)
+    publish(sender, engine, 4)
+    assert gap_to_model(model, engine, 4) < 1e-4
+
+
+def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+    change(model, seed=5)
+    engine.call("begin_update")
+    for index in range(sender.num_buckets):
+        handle = sender.offer(index, True)
+        if index != 1:
+            engine.call("load_bucket", handle)
+    with pytest.raises(SyncProofError, match="must receive all"):
+        check_receipts(sender.manifest, sender.release(), [engine.call("finish_update", 5)], 5)
+
+
+def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(engine: OtherProcess) -> None:
+    assert engine.call("sleep") is False
+    assert engine.call("wake_up", ["weights"]) is False
+
+
+def test_an_engine_that_can_sleep_drops_its_weights_and_wakes_in_two_parts(engine: OtherProcess) -> None:
+    assert engine.call("calls_around_an_update") == [
+        ("sleep", (), {"level": 2}),
+        ("wake_up", (["weights"],), {}),
+        ("wake_up", (["kv_cache"],), {}),
+    ]

@@ -1,0 +1,46 @@
+"""Two trainer ranks gather their shards together, and one of them lends what the other needs not hold."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from other_process import OtherProcess
+from weight_borrowers import copied_tensors, expected_parts
+
+from verl_rc.weight_sync.manifest import tensor_digest
+from verl_rc.weight_sync.shared_bucket import BucketHandle
+
+
+def test_two_ranks_gather_and_one_of_them_lends(tmp_path: Path) -> None:
+    started = _start_together(tmp_path)
+    received: dict[str, torch.Tensor] = {}
+    try:
+        assert [rank.call("local_elements") for rank in started] != [43, 43]
+        for index in range(started[0].call("num_buckets")):
+            handles = _call_together(started, "offer", [(index, False), (index, True)])
+            assert handles[0].places == {}
+            received |= copied_tensors(BucketHandle.merged(handles))
+        receipts = _call_together(started, "release", [(), ()])
+    finally:
+        for rank in started:
+            rank.end()
+    expected = expected_parts()
+    assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+    assert receipts[0].digests == {name: tensor_digest(tensor) for name, tensor in expected.items()}
+    assert receipts[1].digests == {}
+
+
+def _start_together(folder: Path) -> list[OtherProcess]:
+    environment, store = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, str(folder / "store")
+    ranks = [
+        OtherProcess("sharded_sender:ShardedRank", environment, wait=False, rank=rank, store_path=store) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.answer()
+    return ranks
+
+
+def _call_together(ranks: list[OtherProcess], method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    for rank, given in zip(ranks, arguments, strict=True):
+        rank.ask(method, *given)
+    return [rank.answer() for rank in ranks]

@@ -1,0 +1,57 @@
+"""A sender lends an update bucket by bucket: whole tensors, one bucket at a time, digests of all of them."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from weight_borrowers import CPU, copied_tensors, expected_parts, linear_stack
+
+from verl_rc.weight_sync.manifest import tensor_digest
+from verl_rc.weight_sync.sender import ModelWeights, WeightSender
+from verl_rc.weight_sync.shared_bucket import copy_bucket
+
+
+@pytest.fixture
+def sender() -> Iterator[WeightSender]:
+    """``linear_stack`` in bf16: tensors of 48, 8, 24 and 6 bytes make two buckets of at most 64."""
+    sender = WeightSender(ModelWeights(linear_stack()), rank=0, wire_dtype="bfloat16", bucket_bytes=64)
+    before = set(os.listdir("/dev/shm"))
+    yield sender
+    sender.release()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_all_buckets_together_are_the_model(sender: WeightSender) -> None:
+    received: dict[str, torch.Tensor] = {}
+    for index in range(sender.num_buckets):
+        received |= copied_tensors(sender.offer(index, share=True))
+    assert sender.num_buckets == 2
+    assert list(received) == list(sender.manifest.names)
+    for name, tensor in expected_parts().items():
+        assert torch.equal(received[name], tensor)
+    receipt = sender.release()
+    assert receipt.num_bytes == 2 * (24 + 4 + 12 + 3)
+    assert receipt.digests == {name: tensor_digest(tensor) for name, tensor in received.items()}
+
+
+def test_only_one_bucket_is_lent_at_a_time(sender: WeightSender) -> None:
+    first = sender.offer(0, share=True)
+    sender.offer(1, share=True)
+    with pytest.raises(RuntimeError, match="No such file"):
+        copy_bucket(first, CPU)
+
+
+def test_an_update_that_broke_off_is_not_counted_in_the_next(sender: WeightSender) -> None:
+    sender.offer(0, share=True)
+    sender.offer(1, share=True)
+    sender.release()
+    sender.offer(0, share=True)
+    assert set(sender.release().digests) == {"0.weight", "0.bias"}
+
+
+def test_an_offer_follows_the_weights(sender: WeightSender) -> None:
+    with torch.no_grad():
+        for parameter in sender._weights._model.parameters():
+            parameter.fill_(3.0)
+    assert set(copy_bucket(sender.offer(1, share=True), CPU).tolist()) == {3.0}

@@ -1,0 +1,196 @@
+"""One bucket of weights in memory that another process on the same device maps: CUDA IPC, or shared memory on a CPU.
+
+Two ranks on one GPU cannot share an NCCL group, so where trainer and engine are colocated the bytes do not travel at
+all: the trainer's rank lends a bucket, the engine's worker copies what it needs, and the rank takes the memory back.
+"""
+
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from verl_rc.weight_sync.manifest import TensorSpec
+
+_SHARED_MEMORY_FOLDER = Path("/dev/shm")
+# Place of the device index among the arguments of torch's ``rebuild_cuda_tensor``: each process counts its own GPUs.
+_DEVICE_ARGUMENT = 6
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """A bucket in shared host memory."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class CudaPlace:
+    """A bucket in a GPU's memory, exported by CUDA IPC."""
+
+    rebuild_arguments: tuple[Any, ...]
+    """Arguments of torch's ``rebuild_cuda_tensor``; one export may be mapped once."""
+
+
+@dataclass(frozen=True)
+class BucketHandle:
+    """Where a bucket lies, device by device: all that travels through the driver."""
+
+    tensors: tuple[TensorSpec, ...]
+    """The bucket's tensors in order; they lie end to end and share one dtype."""
+    places: Mapping[str, HostPlace | CudaPlace]
+    """By the key of the device, see ``device_key``."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of all tensors together."""
+        return sum(spec.num_elements for spec in self.tensors)
+
+    @classmethod
+    def merged(cls, handles: "Sequence[BucketHandle]") -> "BucketHandle":
+        """What all trainer ranks offer of one bucket, as one handle."""
+        places = {key: place for handle in handles for key, place in handle.places.items()}
+        return cls(handles[0].tensors, places)
+
+
+class SharedBucket(Protocol):
+    """The lending end: memory from allocation to release."""
+
+    flat: Tensor
+    """``[num_elements]``, to be filled before ``place`` is given away."""
+
+    def place(self) -> HostPlace | CudaPlace:
+        """How the other process finds the memory."""
+
+    def release(self) -> None:
+        """Take the memory back; the other process has copied it, or never will."""
+
+
+class HostBucket:
+    """POSIX shared memory; should this process die, Python's resource tracker removes the segment."""
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        """Reserve the memory.
+
+        Raises ``ValueError`` when ``/dev/shm`` has no room; without reserving, the first write would end the process.
+        """
+        num_bytes = max(1, sum(spec.num_bytes for spec in tensors))
+        self._segment = SharedMemory(create=True, size=num_bytes)
+        try:
+            with self._path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as error:
+            self._remove()
+            raise ValueError(
+                f"{_SHARED_MEMORY_FOLDER} must have room for a bucket of {num_bytes / 2**20:.1f} MiB of weights, the system "
+                f"answered: {error}. Lower actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or "
+                "give a container more shared memory (docker run --shm-size)."
+            ) from error
+        num_elements = sum(spec.num_elements for spec in tensors)
+        self.flat = torch.frombuffer(self._segment.buf, dtype=tensors[0].torch_dtype, count=num_elements)
+
+    def place(self) -> HostPlace:
+        """The segment's path."""
+        return HostPlace(str(self._path))
+
+    def release(self) -> None:
+        """Unmap and unlink the segment."""
+        # The segment cannot be unmapped while a tensor still refers to it.
+        del self.flat
+        self._remove()
+
+    @property
+    def _path(self) -> Path:
+        return _SHARED_MEMORY_FOLDER / self._segment.name
+
+    def _remove(self) -> None:
+        self._segment.close()
+        self._segment.unlink()
+
+
+class CudaBucket:
+    """Memory of this process's GPU, exported by CUDA IPC."""
+
+    def __init__(self, tensors: Sequence[TensorSpec], device: torch.device) -> None:
+        """Allocate the memory."""
+        num_elements = sum(spec.num_elements for spec in tensors)
+        self.flat = torch.empty(num_elements, dtype=tensors[0].torch_dtype, device=device)
+
+    def place(self) -> CudaPlace:
+        """A fresh export, once everything written has arrived in memory."""
+        torch.cuda.synchronize(self.flat.device)
+        _, arguments = reduce_tensor(self.flat)
+        return CudaPlace(arguments)
+
+    def release(self) -> None:
+        """Free the memory, and what earlier exports still held."""
+        del self.flat
+        torch.cuda.ipc_collect()
+
+
+def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], device: torch.device) -> SharedBucket:
+    """Lend ``parts`` (flat, in the order and dtype of ``tensors``) in shared memory of ``device``."""
+    bucket: SharedBucket = HostBucket(tensors) if device.type == "cpu" else CudaBucket(tensors, device)
+    try:
+        start = 0
+        for part in parts:
+            bucket.flat[start : start + part.numel()].copy_(part)
+            start += part.numel()
+    except BaseException:
+        bucket.release()
+        raise
+    return bucket
+
+
+def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
+    """A private copy ``[num_elements]`` of a lent bucket; the lender may take its memory back afterwards.
+
+    Raises ``ValueError`` when nobody offers the bucket on ``device``, ``RuntimeError`` when the memory is gone.
+    """
+    key = device_key(device)
+    if key not in handle.places:
+        raise ValueError(
+            f"a bucket of weights must be offered on the engine's own device {key}, it is offered on "
+            f"{sorted(handle.places) or 'none'}. Set actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when "
+            "engines and trainer do not share their devices."
+        )
+    place = handle.places[key]
+    if isinstance(place, HostPlace):
+        # A private mapping: read-only for the lender's memory, and unknown to the resource tracker of this process,
+        # which would remove the segment under the lender's feet.
+        dtype = handle.tensors[0].torch_dtype
+        return torch.from_file(place.path, shared=False, size=handle.num_elements, dtype=dtype).clone()
+    arguments = list(place.rebuild_arguments)
+    arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device() if device.index is None else device.index
+    lent = rebuild_cuda_tensor(*arguments)
+    copied: Tensor = lent.clone()
+    # The copy must be complete before the mapping ends: the lender knows nothing of this process's streams.
+    torch.cuda.synchronize(device)
+    return copied
+
+
+def device_key(device: torch.device) -> str:
+    """A device's name for every process: a GPU's UUID, whatever its index is here; a CPU's host name."""
+    if device.type == "cpu":
+        return f"cpu@{socket.gethostname()}"
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def choose_offering_ranks(rank_devices: Sequence[str], engine_devices: Iterable[str]) -> list[bool]:
+    """For each trainer rank, whether it has to offer buckets: one rank for every device that holds an engine worker.
+
+    Raises ``ValueError`` when an engine worker's device holds no trainer rank.
+    """
+    wanted = set(engine_devices)
+    if missing := wanted - set(rank_devices):
+        raise ValueError(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs every engine worker on the device of a trainer "
+            f"rank; without a rank: {sorted(missing)}. Use backend=broadcast there."
+        )
+    return [device in wanted and device not in rank_devices[:rank] for rank, device in enumerate(rank_devices)]
