@@ -12,7 +12,7 @@ def train(config: RunConfig) -> None:
     # ray loads only once the configuration is valid
     from verl_rc.cluster.ray_session import start_ray_in_background  # noqa: PLC0415
 
-    ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_ranks + config.num_engines)
+    ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
     from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (torch loads while Ray starts)
 
     run_training(config, ray_started)

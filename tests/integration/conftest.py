@@ -10,7 +10,7 @@ from small_runs import ROOT, run_overrides
 
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.ray_session import start_ray_in_background
-from verl_rc.cluster.trainer_group import TrainerGroup
+from verl_rc.cluster.trainer_groups import ActorGroup
 from verl_rc.config.load import load_run_config
 from verl_rc.driver.run import Run
 from verl_rc.driver.setup import open_run
@@ -35,8 +35,8 @@ def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     config = load_run_config(run_overrides(task, tmp_path_factory.mktemp("faulty")))
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
-    patch.setattr(TrainerGroup, "worker", "faulty_workers:FaultyPolicyWorker")
+    patch.setattr(ActorGroup, "worker", "faulty_workers:FaultyPolicyWorker")
     patch.setattr(EngineGroup, "worker", "faulty_workers:FaultyEngine")
-    with open_run(config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_ranks + config.num_engines)) as run:
+    with open_run(config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)) as run:
         yield run
     patch.undo()

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.driver import stages
+from verl_rc.driver import stages, weights
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.train_batch import build_train_batch
@@ -18,7 +18,7 @@ _versions = count()
 
 def publish(run: Run) -> int:
     version = next(_versions)
-    stages.publish_weights(run, version, StepRecord())
+    weights.publish(run, version, StepRecord())
     return version
 
 
@@ -28,14 +28,14 @@ def evaluated_step(run: Run, version: int) -> None:
     prompts = next(iter(run.loader))
     rollouts = stages.generate(run, prompts, step=version + 1, epoch=0, record=record)
     scored = stages.score(run, prompts, rollouts, record)
-    evaluations = stages.evaluate_policies(run, rollouts, record)
-    batch, _ = build_train_batch(rollouts, scored.scores, evaluations, run.config.algorithm)
+    evaluations = stages.evaluate(run, rollouts, record)
+    batch = build_train_batch(rollouts, scored.scores, evaluations, run.config.algorithm, kl_coef=0.0).batch
     batch.advantages = batch.response_mask.float()  # equal rewards would give no gradient
-    stages.update_policy(run, batch, version + 1, record)
+    stages.update_actor(run, batch, version + 1, record)
 
 
 def plant(run: Run, fault: str | None) -> None:
-    workers = [*run.engines._engines, *run.trainer._ranks]
+    workers = [*run.engines._engines, *run.actor._ranks]
     wait_for_all([worker.call("plant", fault) for worker in workers])
 
 
@@ -50,7 +50,7 @@ def healthy_run(faulty_run: Run) -> Iterator[Run]:
 def test_a_healthy_step_passes_with_gaps_of_fp32_rounding(healthy_run: Run) -> None:
     record = StepRecord()
     version = next(_versions)
-    stages.publish_weights(healthy_run, version, record)
+    weights.publish(healthy_run, version, record)
     assert record.metrics()["sync/canary_max_gap"] < 1e-4
     evaluated_step(healthy_run, version)
 

@@ -1,7 +1,8 @@
-"""Two real gloo ranks give the gradient of one, with uneven token counts and a rank of which everything is rejected."""
+"""Two real gloo ranks give the update of one, with uneven token counts and a rank of which everything is rejected."""
 
 import multiprocessing
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,70 @@ SPLITS: dict[int, list[list[list[int]]]] = {
     1: [[[0, 1, 2, 3, 4, 5, 6, 7]]],
     2: [[[0, 1], [2, 3]], [[4, 5, 6, 7], []]],
 }
+BYPASS: Mapping[str, object] = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
+RULE = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.1_10"}
+CORRECTIONS: dict[str, Mapping[str, object]] = {
+    "decoupled": {},
+    "bypass_reinforce": {**BYPASS, **RULE},
+    "bypass_ppo_clip": {"bypass_mode": True, **RULE},
+    "bypass_normalised": {**BYPASS, **RULE, "rollout_is_batch_normalize": True},
+    "bypass_kept": {**BYPASS, **RULE, "rejection_denominator": "kept"},
+    "bypass_other_rule": {**BYPASS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.2"},
+    "bypass_other_threshold": {**BYPASS, **RULE, "rollout_rs_threshold": "0.97_1.03"},
+    "bypass_no_rule": {**BYPASS},
+}
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+Gradients = dict[tuple[str, str], torch.Tensor]
 
 
 def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int, results: Any) -> None:
-    """Gradients under every aggregation mode, whole, from the first rank."""
+    """Whole gradients under every correction and aggregation mode, and the parameters after an update, from the first rank."""
+    from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.distributed.mesh import RankAddress
-    from verl_rc.losses import AGGREGATION_MODES
     from verl_rc.ppo.mini_batches import MiniBatchShare
     from verl_rc.workers.accumulate import ObjectiveTotals
+    from verl_rc.workers.actor_correction import ActorCorrection
+    from verl_rc.workers.orders import UpdateOrder
     from verl_rc.workers.policy_worker import PolicyWorker
 
     torch.set_num_threads(1)
-    config = small_run_config(folder, "actor_rollout_ref.actor.entropy_coeff=0.05")
+    config = small_run_config(folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01")
     worker = PolicyWorker(config, RankAddress(rank, world_size, "127.0.0.1", port), total_steps=10)
-    batch = make_train_batch(LENGTHS, REJECTED)
-    counted = batch.response_mask.sum(-1)
-    share = MiniBatchShare(
-        SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
-    )
-    found = {}
-    for mode in AGGREGATION_MODES:
-        worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode})
-        worker.accumulate_gradients(batch, share, ObjectiveTotals(num_updates=1))
-        found[mode] = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.parameters()]).double()  # type: ignore[union-attr]
-        worker.optimizer.zero_grad()
+    found: dict[tuple[str, str], Any] = {}
+    for name, fields in CORRECTIONS.items():
+        worker._correction = RolloutCorrectionConfig.model_validate(fields)
+        bypass = worker._correction.bypass_mode
+        batch = make_train_batch(LENGTHS, () if bypass else REJECTED)
+        if bypass:  # all rows of the second rank are beyond every threshold
+            current = worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3, 4, 5, 6, 7]])[0]
+            near = current + 0.2 * torch.randn(8, 7, generator=torch.Generator().manual_seed(7))
+            near[list(REJECTED)] += 5.0 if "rollout_rs" in fields else 0.0
+            batch.rollout_log_probs = batch.old_log_probs = torch.where(batch.response_mask, near, 0.0)
+        counted = batch.response_mask.sum(-1)
+        share = MiniBatchShare(
+            SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
+        )
+        for mode in MODES:
+            worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode})
+            correction = ActorCorrection(worker._correction, worker._mesh, policy_version=0) if bypass else None
+            worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
+            found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
+            worker.model.discard_gradients()
+    # A key bias shifts all scores of a query alike, so its gradient is 0 but for rounding, which Adam's first step blows up.
+    moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
+    before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
+    worker.update(batch, UpdateOrder(0, [share]))
+    found["adamw", "step"] = flat(p.full_tensor() for p in moved) - before  # type: ignore[attr-defined]
     if rank == 0:
-        results.put({mode: gradient.numpy() for mode, gradient in found.items()})
+        results.put({key: gradient.numpy() for key, gradient in found.items()})
     worker.close()
 
 
-def gradients(folder: Path, world_size: int) -> dict[str, torch.Tensor]:
+def flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).double()
+
+
+def gradients(folder: Path, world_size: int) -> Gradients:
     context = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -56,23 +91,42 @@ def gradients(folder: Path, world_size: int) -> dict[str, torch.Tensor]:
     ]
     for process in ranks:
         process.start()
-    found = results.get(timeout=120)
+    found = results.get(timeout=240)
     for process in ranks:
         process.join(timeout=30)
         assert process.exitcode == 0
-    return {mode: torch.from_numpy(gradient) for mode, gradient in found.items()}
+    return {key: torch.from_numpy(gradient) for key, gradient in found.items()}
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Gradients, Gradients]:
     folder = write_small_model(tmp_path_factory.mktemp("model"))
     return gradients(folder, 1), gradients(folder, 2)
 
 
-@pytest.mark.parametrize(
-    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-)
-def test_two_ranks_equal_one(both: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]], mode: str) -> None:
-    one, two = both[0][mode], both[1][mode]
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_two_ranks_equal_one(both: tuple[Gradients, Gradients], correction: str, mode: str) -> None:
+    one, two = both[0][correction, mode], both[1][correction, mode]
     assert one.norm() > 0
     assert float((two - one).norm() / one.norm()) <= 1e-5
+
+
+def test_a_step_of_adamw_is_the_same(both: tuple[Gradients, Gradients]) -> None:
+    """Its first step divides each element by its own size, which magnifies the rounding of the smallest: hence 1e-4."""
+    one, two = (found["adamw", "step"] for found in both)
+    assert float((two - one).norm() / one.norm()) <= 1e-4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_bypass_mode_every_setting_changes_the_gradient(both: tuple[Gradients, Gradients], mode: str) -> None:
+    """Rule, threshold, loss type, normalisation and denominator all reach the loss in real worker processes.
+
+    Under ``token-sum`` and the row means a denominator of kept tokens is refused or equal only where nothing is rejected.
+    """
+    names = [name for name in CORRECTIONS if name.startswith("bypass") and (name, mode) != ("bypass_kept", "token-sum")]
+    found = [both[1][name, mode] for name in names]
+    for first in range(len(names)):
+        for second in range(first):
+            difference = float((found[first] - found[second]).norm() / found[first].norm())
+            assert difference > 1e-3, (names[first], names[second])

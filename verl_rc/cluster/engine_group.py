@@ -2,7 +2,6 @@
 requests."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from verl_rc.cluster.environment import engine_environment
 from verl_rc.cluster.placement import Placement
@@ -10,6 +9,7 @@ from verl_rc.cluster.remote import Pending, RemoteProcess, longest_busy, wait_fo
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
 
 
@@ -19,12 +19,19 @@ class EngineGroup:
     worker = "verl_rc.rollout.engine:RolloutEngine"
     """What every process of the group builds, as ``module:Class``; tests plant faulty ones here."""
 
-    def __init__(self, placement: Placement, **options: Any) -> None:
-        """Start one process per engine; ``build`` makes the engine in it."""
+    def __init__(self, placement: Placement, rank_devices: Sequence[str] = ()) -> None:
+        """Start one process per engine; ``build`` makes the engine in it.
+
+        ``rank_devices``: the GPU of each trainer rank, where engines share them. Such an engine reserves no GPU from Ray, which
+        could not give it those of several bundles, but sees the ones that its ranks were given.
+        """
         environment = engine_environment(placement.engine_threads, placement.device, placement.one_node)
-        self._engines = [
-            RemoteProcess(f"rollout engine {index}", environment, **options) for index in range(placement.num_engines)
-        ]
+        shares = placement.shares_devices and placement.device == "cuda"
+        self._engines = []
+        for index, place in enumerate(placement.engine_places):
+            beside = ",".join(rank_devices[rank] for rank in placement.ranks_beside(index)) if shares else ""
+            own = {**environment, "CUDA_VISIBLE_DEVICES": beside} if shares else environment
+            self._engines.append(RemoteProcess(f"rollout engine {index}", own, **place.options(reserve_gpu=not shares)))
         self.busy_seconds = 0.0
         """Seconds the slowest engine itself computed in the last call."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
@@ -52,6 +59,31 @@ class EngineGroup:
     def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> list[Pending]:
         """Take one weight update; each answer is a list of receipts, one per worker of the engine."""
         return [engine.call("receive_weights", manifest.to_plain(), bucket_bytes, version) for engine in self._engines]
+
+    def device_keys(self) -> list[str]:
+        """The devices that hold engine workers, as trainer ranks name theirs."""
+        keys: list[list[str]] = wait_for_all([engine.call("device_keys") for engine in self._engines])
+        return [key for of_engine in keys for key in of_engine]
+
+    def begin_update(self) -> list[Pending]:
+        """Make every engine's model loadable, before its first lent bucket."""
+        return [engine.call("begin_update") for engine in self._engines]
+
+    def load_bucket(self, handle: BucketHandle) -> list[Pending]:
+        """Load one lent bucket; its lenders may take the memory back when all have answered."""
+        return [engine.call("load_bucket", handle) for engine in self._engines]
+
+    def finish_update(self, version: int) -> list[Pending]:
+        """Call what was loaded ``version``; answers like ``receive_weights``."""
+        return [engine.call("finish_update", version) for engine in self._engines]
+
+    def sleep(self) -> list[Pending]:
+        """Give up the memory of weights and key-value cache; each answer says whether that engine can."""
+        return [engine.call("sleep") for engine in self._engines]
+
+    def wake_up(self, *tags: str) -> list[Pending]:
+        """Take memory again, ``weights`` or ``kv_cache``; each answer says whether that engine can sleep at all."""
+        return [engine.call("wake_up", tags) for engine in self._engines]
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
         """One completion per request, in order; the requests are shared out evenly."""

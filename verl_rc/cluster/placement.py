@@ -1,12 +1,34 @@
-"""Which processes a run needs, whether the cluster can hold them, and how many threads each may use."""
+"""Which processes a run needs, whether the cluster can hold them, where each goes, and how many threads it may use."""
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_rc.cluster.remote import RemoteError
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """Room for some processes beside one device: a bundle of a placement group."""
+
+    group: PlacementGroup
+    bundle: int
+    num_cpus: float
+    """Logical CPUs of one process."""
+    num_gpus: float
+    """Share of the device that one process reserves; 0 on a CPU."""
+
+    def options(self, reserve_gpu: bool = True) -> dict[str, Any]:
+        """Ray's options for a process here; without ``reserve_gpu`` it is told by its environment which devices it sees."""
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+        gpus = self.num_gpus if reserve_gpu else 0.0
+        return {"scheduling_strategy": strategy, "num_cpus": self.num_cpus, "num_gpus": gpus}
 
 
 @dataclass(frozen=True)
@@ -21,36 +43,118 @@ class Placement:
     """Threads of one trainer rank; ranks compute together, engines wait meanwhile."""
     engine_threads: int
     one_node: bool
+    shares_devices: bool
+    """Engines lie on the trainer's devices."""
+    rank_places: tuple[Place, ...]
+    """One per device of the trainer; ranks of all roles with the same number share one."""
+    engine_places: tuple[Place, ...]
+    """One per engine, that of its first device."""
+
+    def ranks_beside(self, engine: int) -> range:
+        """The trainer ranks whose devices an engine shares."""
+        devices = self.num_ranks // self.num_engines
+        return range(engine * devices, (engine + 1) * devices)
 
 
 def plan_placement(config: RunConfig) -> Placement:
-    """Decide the processes of a run on the connected cluster.
+    """Decide the processes of a run on the connected cluster and reserve their places.
 
-    Raises ``ConfigError`` when there are fewer devices than asked for: GPUs on a GPU cluster, cores on a CPU (one per
-    rank).
+    Raises ``ConfigError`` when there are fewer devices than asked for (GPUs on a GPU cluster, cores on a CPU), and
+    ``RemoteError`` when the places do not become free within ``trainer.ready_timeout_seconds``.
     """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    device = trainer.device if trainer.device != "auto" else ("cuda" if gpus else "cpu")
-    num_ranks, num_engines = config.num_ranks, config.num_engines
-    if device == "cuda" and gpus < num_ranks:
-        raise ConfigError(
-            f"trainer.nnodes x trainer.n_gpus_per_node = {num_ranks} GPUs are needed, the cluster has {gpus}. "
-            "Lower trainer.n_gpus_per_node, or pass trainer.device=cpu to train on the CPU."
-        )
+    total = ray.cluster_resources()
+    device = trainer.device if trainer.device != "auto" else ("cuda" if total.get("GPU", 0) else "cpu")
+    _check_nodes(config, device)
+    if device == "cpu":
+        _check_cores(config)
     cores = os.cpu_count() or 1
-    if device == "cpu" and max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
-        raise ConfigError(
-            "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
-            f"{trainer.n_gpus_per_node} and {num_engines} engines were asked for, this machine has {cores} cores. "
-            f"Pass trainer.n_gpus_per_node={min(cores, 1)} (on a CPU it means trainer ranks)."
-        )
-    engines_per_node = max(1, num_engines // (rollout.nnodes or trainer.nnodes))
+    engines_per_node = max(1, config.num_engines // (rollout.nnodes or trainer.nnodes))
+    rank_places, engine_places = _reserve(config, device, min(1.0, total.get("CPU", 1.0) / config.num_processes))
     return Placement(
         device=device,
-        num_ranks=num_ranks,
-        num_engines=num_engines,
+        num_ranks=config.num_ranks,
+        num_engines=config.num_engines,
         trainer_threads=max(1, cores // trainer.n_gpus_per_node),
         engine_threads=max(1, cores // (engines_per_node * rollout.tensor_model_parallel_size)),
-        one_node=trainer.nnodes == 1,
+        one_node=trainer.nnodes == 1 and (rollout.nnodes or 1) == 1,
+        shares_devices=config.actor_rollout_ref.hybrid_engine,
+        rank_places=tuple(rank_places),
+        engine_places=tuple(engine_places),
     )
+
+
+def _check_nodes(config: RunConfig, device: str) -> None:
+    """There are enough nodes, and on GPUs enough of these on each."""
+    rollout, own_pool = config.actor_rollout_ref.rollout, not config.actor_rollout_ref.hybrid_engine
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if len(nodes) < config.trainer.nnodes:
+        raise ConfigError(
+            f"trainer.nnodes={config.trainer.nnodes} nodes are needed, the cluster has {len(nodes)}. Lower trainer.nnodes, or "
+            "start Ray on the missing ones."
+        )
+    if device == "cpu":
+        return
+    engine_devices = config.num_engine_devices if own_pool else 0
+    needed, found = config.num_ranks + engine_devices, int(sum(node.get("GPU", 0) for node in nodes))
+    per_node = max(config.trainer.n_gpus_per_node, (rollout.n_gpus_per_node or 0) if own_pool else 0)
+    fitting = sum(node.get("GPU", 0) >= per_node for node in nodes)
+    if needed > found or fitting < config.trainer.nnodes:
+        engines = f" and {engine_devices} for engines" if engine_devices else ""
+        raise ConfigError(
+            f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed{engines}, {per_node} on a node; the "
+            f"cluster has {found} on {len(nodes)} nodes. Lower trainer.n_gpus_per_node, or pass trainer.device=cpu to train on "
+            "the CPU."
+        )
+
+
+def _check_cores(config: RunConfig) -> None:
+    """Ranks compute together and engines do: each needs a core of its own."""
+    trainer, cores = config.trainer, os.cpu_count() or 1
+    if max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
+        raise ConfigError(
+            "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
+            f"{trainer.n_gpus_per_node} and {config.num_engines} engines were asked for, this machine has {cores} cores. "
+            "Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer ranks)."
+        )
+
+
+def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], list[Place]]:
+    """Places of the ranks, then of the engines; engines have devices of their own where they do not share the trainer's."""
+    rollout, roles = config.actor_rollout_ref.rollout, config.num_trainer_roles
+    per_engine = rollout.tensor_model_parallel_size
+    shared, gpu = config.actor_rollout_ref.hybrid_engine, 1.0 if device == "cuda" else 0.0
+    trainer_bundle = {"CPU": cpus * (roles + shared), "GPU": gpu}
+    groups = [_group(trainer_bundle, config.trainer.n_gpus_per_node) for _ in range(config.trainer.nnodes)]
+    rank_places = [
+        Place(group, bundle, cpus, gpu / roles) for group in groups for bundle in range(config.trainer.n_gpus_per_node)
+    ]
+    if shared:
+        engine_places = rank_places[:: config.num_ranks // config.num_engines]
+    else:
+        own = [_group({"CPU": cpus, "GPU": gpu * per_engine}, 1) for _ in range(config.num_engines)]
+        engine_places = [Place(group, 0, cpus, gpu * per_engine) for group in own]
+        groups += own
+    _wait_until_free(groups, config.trainer.ready_timeout_seconds)
+    return rank_places, engine_places
+
+
+def _group(bundle: dict[str, float], count: int) -> PlacementGroup:
+    """Bundles on one node."""
+    wanted = {name: amount for name, amount in bundle.items() if amount}
+    return placement_group([wanted] * count, strategy="STRICT_PACK")
+
+
+def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> None:
+    waiting = [group.ready() for group in groups]
+    _, missing = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_seconds)
+    if missing:
+        raise RemoteError(
+            f"{len(missing)} of {len(waiting)} groups of processes found no free place within {timeout_seconds:.0f} s. The "
+            f"cluster has {_shown(ray.cluster_resources())}, of which {_shown(ray.available_resources())} are free: other jobs "
+            "hold the rest. Stop them, ask for less, or raise trainer.ready_timeout_seconds."
+        )
+
+
+def _shown(resources: dict[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))

@@ -34,6 +34,9 @@ class _Process:
         result = getattr(self._object, method)(*arguments)
         return result, time.perf_counter() - started
 
+    def visible_devices(self) -> tuple[str, float]:
+        return ",".join(str(gpu) for gpu in ray.get_gpu_ids()), 0.0
+
     def address(self) -> tuple[tuple[str, int], float]:
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -59,6 +62,10 @@ class RemoteProcess:
     def free_address(self) -> "Pending":
         """Host and a free port of the process's node."""
         return Pending(self.name, "find a free port", self._actor.address.remote())
+
+    def visible_devices(self) -> "Pending":
+        """The GPUs Ray gave the process, as ``CUDA_VISIBLE_DEVICES`` names them."""
+        return Pending(self.name, "name its GPUs", self._actor.visible_devices.remote())
 
     def kill(self) -> None:
         """End the process without asking it."""

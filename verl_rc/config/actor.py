@@ -11,6 +11,11 @@ LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
 ]
 
+KlKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
+"""Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""
+
 
 class OptimConfig(StrictModel):
     """``*.optim.*``: AdamW and its learning-rate schedule, which advances once per training step."""
@@ -46,6 +51,10 @@ class FsdpConfig(StrictModel):
     """Precision of forward and backward."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
+    param_offload: bool = False
+    """Keep the weights in host memory while the model does not compute. Without effect on a CPU, where they are there anyway."""
+    optimizer_offload: bool = False
+    """The same for the optimizer's moments."""
 
 
 class PolicyLossConfig(StrictModel):
@@ -92,6 +101,10 @@ class ActorConfig(StrictModel):
     """Temperature of ``sapo`` where it is negative."""
     use_kl_loss: bool = False
     """Add a KL term against the reference policy to the loss."""
+    kl_loss_coef: float = Field(0.001, ge=0)
+    """Weight of that term."""
+    kl_loss_type: KlKind = "low_var_kl"
+    """Its estimator. A ``+`` keeps the value and takes the gradient of k2, which is that of the divergence itself."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Choice of the policy loss."""
     optim: OptimConfig = OptimConfig()

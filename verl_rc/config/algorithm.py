@@ -1,9 +1,25 @@
 """What is optimised: advantages and rollout correction."""
 
+from typing import Literal
+
 from pydantic import Field
 
+from verl_rc.config.actor import KlKind
 from verl_rc.config.base import StrictModel
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+
+
+class KlControlConfig(StrictModel):
+    """``algorithm.kl_ctrl.*``: the weight of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """``adaptive``: the weight follows the divergence that is observed."""
+    kl_coef: float = Field(0.001, ge=0)
+    """The weight, reward per nat; where an adaptive one starts."""
+    target_kl: float = Field(0.1, gt=0)
+    """Divergence that an adaptive weight aims at, nats per token."""
+    horizon: int = Field(10_000, ge=1)
+    """Rows after which a relative error of 1 would have doubled an adaptive weight."""
 
 
 class AlgorithmConfig(StrictModel):
@@ -19,5 +35,9 @@ class AlgorithmConfig(StrictModel):
     """Divide group advantages by the group's standard deviation; False is Dr.GRPO."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from the reward."""
+    kl_penalty: KlKind = "kl"
+    """Estimator of that penalty."""
+    kl_ctrl: KlControlConfig = KlControlConfig()
+    """Weight of that penalty."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     """Importance weights and rejection between rollout and trainer; ``preset`` names a whole choice."""

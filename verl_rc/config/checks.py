@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.reference import ReferenceConfig
 from verl_rc.config.refused import NOT_BUILT
+from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.run import RunConfig
 
 _UNUSABLE_QUANTIZATIONS = {
@@ -33,16 +35,25 @@ def check_files(config: RunConfig) -> None:
     }
     missing = [f"{key} must name existing files, {path!r} does not exist." for key, files in paths.items() for path in files
                if not Path(path).expanduser().is_file()]  # fmt: skip
-    model = config.actor_rollout_ref.model.path
-    if (model.startswith((".", "/", "~")) or "/" not in model or model.count("/") > 1) and not (
-        Path(model).expanduser() / "config.json"
-    ).is_file():
-        missing.append(
-            f"actor_rollout_ref.model.path must be a Hugging Face model folder (with config.json) or a hub id, got {model!r}. "
-            "scripts/make_tiny_model.py writes a small one."
-        )
+    models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    if config.needs_critic:
+        models["critic.model.path"] = str(config.critic.model.path)
+    if config.needs_reference:
+        models["actor_rollout_ref.ref.model_path"] = str(config.actor_rollout_ref.ref.model_path)
+    given = dict.fromkeys(models.values())  # a path that several keys follow is named once, by the first
+    missing += [
+        f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with config.json) or a hub "
+        f"id, got {path!r}. scripts/make_tiny_model.py writes a small one."
+        for path in given
+        if not _may_be_a_model(path)
+    ]
     if missing:
         raise ConfigError("\n".join(missing))
+
+
+def _may_be_a_model(path: str) -> bool:
+    is_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    return is_hub_id or (Path(path).expanduser() / "config.json").is_file()
 
 
 def _not_built(config: RunConfig) -> Iterator[str]:
@@ -56,17 +67,25 @@ def _not_built(config: RunConfig) -> Iterator[str]:
 
 def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    samples = config.actor_rollout_ref.rollout.n
-    if batch % mini:
+    ranks, samples = config.num_ranks, config.actor_rollout_ref.rollout.n
+    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": mini}
+    if config.needs_critic and config.critic.ppo_mini_batch_size not in (None, mini):
+        minis["critic.ppo_mini_batch_size"] = int(config.critic.ppo_mini_batch_size or 1)
+    for key, size in minis.items():
+        if batch % size:
+            yield (
+                f"data.train_batch_size must be a multiple of {key} (both count prompts), got {batch} and {size}. For example "
+                f"ppo_mini_batch_size={math.gcd(batch, size)}."
+            )
+        if size * samples < ranks:
+            yield (
+                f"a mini-batch of {key} x rollout.n = {size} x {samples} = {size * samples} rows must give each of the "
+                f"{ranks} trainer ranks (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
+            )
+    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
         yield (
-            f"data.train_batch_size must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size (both count prompts), "
-            f"got {batch} and {mini}. For example ppo_mini_batch_size={math.gcd(batch, mini)}."
-        )
-    if mini * samples < ranks:
-        yield (
-            f"a mini-batch of ppo_mini_batch_size x rollout.n = {mini} x {samples} = {mini * samples} rows must give each of the "
-            f"{ranks} trainer ranks (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
+            "algorithm.adv_estimator=gae needs a critic, but critic.enable=False was given. Drop it, or choose an estimator "
+            "that compares samples, such as algorithm.adv_estimator=grpo."
         )
     if config.algorithm.adv_estimator == "grpo" and samples < 2:
         yield (
@@ -84,13 +103,27 @@ def _token_budgets(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu must hold the longest sequence ({where}), "
             f"got {actor.ppo_max_token_len_per_gpu}."
         )
-    budget = rollout.log_prob_max_token_len_per_gpu
-    if rollout.log_prob_use_dynamic_bsz and budget is not None and budget < longest:
-        yield f"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu must hold the longest sequence ({where}), got {budget}."
-    if not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None:
+    forwards: dict[str, RolloutConfig | ReferenceConfig] = {"actor_rollout_ref.rollout": rollout}
+    if config.needs_reference:
+        forwards["actor_rollout_ref.ref"] = config.actor_rollout_ref.ref
+    for section, forward in forwards.items():
+        budget = forward.log_prob_max_token_len_per_gpu
+        if forward.log_prob_use_dynamic_bsz and budget is not None and budget < longest:
+            yield f"{section}.log_prob_max_token_len_per_gpu must hold the longest sequence ({where}), got {budget}."
+        if not forward.log_prob_use_dynamic_bsz and forward.log_prob_micro_batch_size_per_gpu is None:
+            yield (
+                f"log-prob micro-batches need a limit: pass {section}.log_prob_micro_batch_size_per_gpu=<rows> or "
+                f"{section}.log_prob_use_dynamic_bsz=True; neither was given."
+            )
+    critic = config.critic
+    if config.needs_critic and critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest:
         yield (
-            "log-prob micro-batches need a limit: pass actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=<rows> or "
-            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True; neither was given."
+            f"critic.ppo_max_token_len_per_gpu must hold the longest sequence ({where}), got {critic.ppo_max_token_len_per_gpu}."
+        )
+    if config.needs_critic and not critic.use_dynamic_bsz and critic.ppo_micro_batch_size_per_gpu is None:
+        yield (
+            "the critic's micro-batches need a limit: pass critic.ppo_micro_batch_size_per_gpu=<rows> or "
+            "critic.use_dynamic_bsz=True; neither was given."
         )
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield f"actor_rollout_ref.rollout.max_model_len must be at least {where}, got {rollout.max_model_len}."
@@ -121,7 +154,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 def _engine(config: RunConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    devices = (rollout.nnodes or 1) * (rollout.n_gpus_per_node or 1)
+    devices = config.num_engine_devices
     if devices % rollout.tensor_model_parallel_size:
         yield (
             f"engine devices (rollout.nnodes x rollout.n_gpus_per_node = {devices}) must be a multiple of "
@@ -138,6 +171,32 @@ def _engine(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _resuming(config: RunConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        yield "trainer.resume_mode=resume_path needs trainer.resume_from_path=<.../global_step_N>; it was not given."
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
+        yield (
+            f"trainer.resume_from_path={trainer.resume_from_path} has no effect with trainer.resume_mode="
+            f"{trainer.resume_mode}; pass trainer.resume_mode=resume_path, or drop it."
+        )
+
+
+def _devices(config: RunConfig) -> Iterator[str]:
+    rollout, shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
+    if shared and config.num_engine_devices != config.num_ranks:
+        yield (
+            f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's devices, of which there are "
+            f"{config.num_ranks}, but rollout.nnodes x rollout.n_gpus_per_node = {config.num_engine_devices} were asked for. "
+            "Drop these keys, or pass actor_rollout_ref.hybrid_engine=False for devices of their own."
+        )
+    if not shared and rollout.checkpoint_engine.backend == "ipc":
+        yield (
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs engines on the trainer's devices, but "
+            "actor_rollout_ref.hybrid_engine=False was given; pass backend=broadcast or auto."
+        )
+
+
 def _tracking(config: RunConfig) -> Iterator[str]:
     for name in config.trainer.logger:
         if name not in _KNOWN_LOGGERS:
@@ -150,5 +209,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _token_budgets,
     _sampling,
     _engine,
+    _devices,
+    _resuming,
     _tracking,
 )

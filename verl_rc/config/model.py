@@ -17,4 +17,10 @@ class ModelConfig(StrictModel):
     trust_remote_code: bool = False
     """Run code that comes with the model. Off unless you trust its author."""
     lora_rank: int = Field(0, ge=0)
-    """Rank of LoRA adapters; 0 trains all parameters."""
+    """Rank of LoRA adapters; 0 trains all parameters. The reference policy is then the actor without its adapters."""
+    lora_alpha: int = Field(16, ge=1)
+    """Scale of the adapters: their product counts lora_alpha / lora_rank times."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer but the output)."""
+    exclude_modules: str | list[str] | None = None
+    """Modules that get none: names or a regular expression."""

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 
 def nearest_key(given: str, known: Sequence[str]) -> str:
-    """The most similar of ``known``: by its last part first (a wrong section is the commonest mistake), then as a
-    whole."""
-    leaf = given.rsplit(".", 1)[-1]
+    """The most similar of ``known``. A wrong section is the commonest mistake: keys with the same last part come first, and
+    when none of their sections was named the two most similar are given."""
+    *sections, leaf = given.split(".")
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
-    candidates = same_leaf or list(known)
-    return max(candidates, key=lambda key: difflib.SequenceMatcher(None, given, key).ratio())
+    ordered = sorted(same_leaf or known, key=lambda key: -difflib.SequenceMatcher(None, given, key).ratio())
+    named = bool(set(sections) & set(ordered[0].split(".")[:-1]))
+    return " or ".join(ordered[: 2 if same_leaf and not named else 1])

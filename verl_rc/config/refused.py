@@ -15,30 +15,17 @@ class RefusedValue:
     instead: str
 
 
-def _is_true(value: Any) -> bool:
-    return bool(value)
-
-
 NOT_BUILT = (
     RefusedValue(
         "algorithm.adv_estimator",
-        lambda name: name != "grpo",
-        "only grpo is built; write algorithm.adv_estimator=grpo",
+        lambda name: name not in ("grpo", "gae"),
+        "only grpo and gae are built; write algorithm.adv_estimator=grpo",
     ),
-    RefusedValue("algorithm.use_kl_in_reward", _is_true, "there is no reference model yet; leave it False"),
-    RefusedValue(
-        "algorithm.rollout_correction.bypass_mode",
-        _is_true,
-        "correction in the actor is not built yet; choose a decoupled preset such as decoupled_seq_is",
-    ),
-    RefusedValue("actor_rollout_ref.actor.use_kl_loss", _is_true, "there is no reference model yet; leave it False"),
     RefusedValue(
         "actor_rollout_ref.actor.policy_loss.loss_mode",
         lambda name: name != "vanilla",
         "only vanilla (PPO clip with dual clip) is built",
     ),
-    RefusedValue("actor_rollout_ref.model.lora_rank", _is_true, "LoRA is not built yet; leave it 0"),
-    RefusedValue("trainer.save_freq", lambda steps: steps > 0, "checkpoints are not built yet; leave it -1"),
 )
 
 RENAMED = {
@@ -56,17 +43,23 @@ RENAMED = {
     "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type=reinforce",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "nothing: sequence parallelism is not built",
     "actor_rollout_ref.actor.use_torch_compile": "nothing: the FSDP worker never compiles here",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "nothing: sequence parallelism is not built",
+    "actor_rollout_ref.ref.use_torch_compile": "nothing: the FSDP worker never compiles here",
+    "actor_rollout_ref.ref.model.path": "actor_rollout_ref.ref.model_path",
+    "critic.model.fsdp_config.param_offload": "critic.fsdp_config.param_offload",
+    "critic.model.fsdp_config.optimizer_offload": "critic.fsdp_config.optimizer_offload",
+    "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
+    "critic.forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.model.lora.merge": "nothing: engines always receive the adapters merged into the weights",
     "actor_rollout_ref.nccl_timeout": "trainer.ready_timeout_seconds",
     "data.return_raw_chat": "nothing: prompts always travel as chat messages",
 }
 """Keys that verl knows or knew, and what to write instead."""
 
 REFUSED_SECTIONS = {
-    "critic": "the critic is not built yet; use algorithm.adv_estimator=grpo",
     "reward_model": "it moved to reward.*; reward models are not built yet",
     "transfer_queue": "there is no separate data plane here",
     "global_profiler": "vendor profilers are not supported",
-    "actor_rollout_ref.ref": "the reference model is not built yet",
     "actor_rollout_ref.rollout.multi_turn": "multi-turn rollouts are not built yet",
     "actor_rollout_ref.actor.megatron": "Megatron is not supported; use FSDP (actor_rollout_ref.actor.strategy=fsdp2)",
     "algorithm.filter_groups": "dynamic sampling is not built yet",

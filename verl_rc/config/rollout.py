@@ -32,6 +32,9 @@ class EngineKwargsConfig(StrictModel):
 class CheckpointEngineConfig(StrictModel):
     """``rollout.checkpoint_engine.*``: the way weights take to the engines."""
 
+    backend: Literal["auto", "broadcast", "ipc"] = "auto"
+    """``broadcast`` (gloo or NCCL), or memory shared on the device (``ipc``; only with ``hybrid_engine``, where trainer and
+    engine share a GPU and NCCL cannot connect them). ``auto``: ipc where they share GPUs."""
     update_weights_bucket_megabytes: int = Field(2048, ge=1)
     """Largest piece that travels at once, MiB."""
 
@@ -87,6 +90,8 @@ class RolloutConfig(StrictModel):
     """Size of the key-value cache, MiB; null: 256 on a CPU, from ``gpu_memory_utilization`` on a GPU."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
     """Share of a GPU's memory that the engine takes. Without effect on a CPU, where kv_cache_megabytes decides."""
+    free_cache_engine: bool = True
+    """Let an engine that shares the trainer's GPU give its memory back while the trainer works. Without effect on a CPU."""
     enforce_eager: bool = False
     """Do not capture graphs (on a CPU the engine is always eager)."""
     max_model_len: int | None = Field(None, ge=2)

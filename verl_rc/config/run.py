@@ -12,8 +12,10 @@ from pydantic_core import PydanticUndefined
 from verl_rc.config.actor import ActorConfig
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.base import StrictModel
+from verl_rc.config.critic import CriticConfig
 from verl_rc.config.data import DataConfig
 from verl_rc.config.model import ModelConfig
+from verl_rc.config.reference import ReferenceConfig
 from verl_rc.config.reward import RewardConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.trainer import RayKwargsConfig, TrainerConfig
@@ -30,6 +32,20 @@ FALLBACKS = (
     ("actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio"),
     ("actor_rollout_ref.actor.loss_scale_factor", "data.max_response_length"),
     ("data.seed", "trainer.seed"),
+    ("actor_rollout_ref.ref.model_path", "actor_rollout_ref.model.path"),
+    ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
+    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+    ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+    ("critic.model.path", "actor_rollout_ref.model.path"),
+    ("critic.model.use_remove_padding", "actor_rollout_ref.model.use_remove_padding"),
+    ("critic.model.enable_gradient_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing"),
+    ("critic.model.trust_remote_code", "actor_rollout_ref.model.trust_remote_code"),
+    ("critic.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+    ("critic.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
+    ("critic.shuffle", "actor_rollout_ref.actor.shuffle"),
+    ("critic.use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
+    ("critic.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+    ("critic.loss_agg_mode", "actor_rollout_ref.actor.loss_agg_mode"),
 )
 
 
@@ -42,6 +58,10 @@ class ActorRolloutRefConfig(StrictModel):
     """How it is updated."""
     rollout: RolloutConfig = RolloutConfig()
     """How it is sampled."""
+    ref: ReferenceConfig = ReferenceConfig()
+    """The policy it is held close to."""
+    hybrid_engine: bool = True
+    """Engines share the trainer's devices; False: they have devices of their own."""
 
 
 class RunConfig(StrictModel):
@@ -51,6 +71,8 @@ class RunConfig(StrictModel):
     """Prompts."""
     actor_rollout_ref: ActorRolloutRefConfig
     """The policy."""
+    critic: CriticConfig = CriticConfig()
+    """Values."""
     reward: RewardConfig = RewardConfig()
     """Scores."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -76,9 +98,30 @@ class RunConfig(StrictModel):
         return tree
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained: as asked for, else because the estimator needs values."""
+        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything compares with the reference policy."""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
     def num_ranks(self) -> int:
         """Trainer ranks over all nodes."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def num_trainer_roles(self) -> int:
+        """Groups of trainer ranks: the actor, the critic if there is one, the reference if it has a model of its own."""
+        own_reference = self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
+        return 1 + int(self.needs_critic) + int(own_reference)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of a run beside the driver."""
+        return self.num_trainer_roles * self.num_ranks + self.num_engines
 
     @property
     def num_engine_devices(self) -> int:

@@ -37,7 +37,18 @@ class TrainerConfig(StrictModel):
     test_freq: int = -1
     """Steps between validations; <= 0: never. The last step always validates when it is > 0."""
     save_freq: int = -1
-    """Steps between checkpoints; <= 0: never."""
+    """Steps between checkpoints; <= 0: never. The last step always saves when it is > 0."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """``auto``: go on from the newest checkpoint in ``default_local_dir``, if there is one; ``disable``: start anew;
+    ``resume_path``: go on from ``resume_from_path``."""
+    resume_from_path: str | None = None
+    """Checkpoint folder (``.../global_step_N``) for ``resume_mode=resume_path``."""
+    max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
+    """Checkpoints kept, the newest ones; null: all."""
+    critic_warmup: int = Field(0, ge=0)
+    """Steps before this one train the critic only."""
+    balance_batch: Literal[True] = True
+    """Rows are always shared out to ranks by token count; the key is accepted for verl's recipes."""
     log_val_generations: int = Field(0, ge=0)
     """Validation samples shown in a table."""
     rollout_data_dir: str | None = None

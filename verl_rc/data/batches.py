@@ -96,9 +96,10 @@ class PolicyEvaluations(TensorClass):
     """What the trainer's models say about the sampled tokens before the update."""
 
     old_log_probs: Tensor
-    """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the step)."""
-    entropys: Tensor
-    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats."""
+    """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the step); in bypass mode
+    the rollout policy takes its place."""
+    entropys: Tensor | None = None
+    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None in bypass mode."""
     ref_log_prob: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
     critic_values: Tensor | None = None
@@ -126,6 +127,23 @@ class TrainBatch(TensorClass):
     """float32 ``[B, R]``: importance weights of rollout correction, constants."""
     ref_log_prob: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
+    scores: Tensor | None = None
+    """float32 ``[B]``: outcome scores; only for diagnostics in the actor (bypass mode)."""
+    policy_versions: Tensor | None = None
+    """int64 ``[B, R]``: version of the weights that sampled each token; only for diagnostics in the actor (bypass mode)."""
+
+
+class CriticBatch(TensorClass):
+    """What the critic trains on."""
+
+    tokens: TokenBatch
+    """Prompts and responses."""
+    response_mask: Tensor
+    """bool ``[B, R]``: tokens the policy produced."""
+    old_values: Tensor
+    """float32 ``[B, R]``: the critic's value before each token, before the update; in units of reward."""
+    returns: Tensor
+    """float32 ``[B, R]``: what the value is regressed on; in units of reward."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +172,7 @@ def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tenso
 
 __all__ = [
     "Completions",
+    "CriticBatch",
     "PolicyEvaluations",
     "RolloutBatch",
     "TokenBatch",

@@ -49,3 +49,6 @@ def leave_trainer_group() -> None:
     """Tear the default process group down."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+__all__ = ["DeviceMesh", "RankAddress", "join_trainer_group", "leave_trainer_group", "trainer_device"]

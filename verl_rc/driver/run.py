@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_rc.advantage import KLController
+from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
-from verl_rc.cluster.trainer_group import TrainerGroup
+from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
+from verl_rc.cluster.weight_transport import WeightTransport
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.metrics.sinks import Tracker
@@ -16,6 +19,16 @@ from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import GapMonitor
 
 RewardFunction = Callable[[PromptRow, str], RewardOutput]
+
+
+@dataclass
+class Progress:
+    """How far a run is: what changes from step to step beside models, loader and monitors."""
+
+    step: int
+    """Training steps done."""
+    kl_controller: KLController
+    """Weight of the KL penalty in the reward."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +43,16 @@ class Run:
     """Training batches, lists of ``PromptRow``; a ``StatefulDataLoader``."""
     validation_rows: list[PromptRow]
     reward: RewardFunction
-    trainer: TrainerGroup
+    progress: Progress
+    actor: ActorGroup
+    critic: CriticGroup | None
+    """None: nothing needs values."""
+    reference: ReferenceGroup | None
+    """None: nothing compares with it, or it is the actor without its LoRA adapters."""
     engines: EngineGroup
+    transport: WeightTransport
+    """How weights get from the actor to the engines."""
+    checkpoints: CheckpointStore
     manifest: Manifest
     gap_monitor: GapMonitor
     """Watches the gap of every step's own rollouts."""
@@ -47,14 +68,14 @@ class Run:
     """Tokens of one block of the engines' key-value cache."""
 
     def training_batches(self) -> Iterator[tuple[int, int, list[PromptRow]]]:
-        """``(step, epoch, prompts)`` from step 1 to ``total_steps``."""
-        step = 0
-        for epoch in range(self.config.trainer.total_epochs):
+        """``(step, epoch, prompts)`` from the step after the last one done to ``total_steps``; both counted on from there."""
+        steps_per_epoch = len(self.loader)
+        while self.progress.step < self.total_steps:
             for rows in self.loader:
-                if step == self.total_steps:
+                yield self.progress.step + 1, self.progress.step // steps_per_epoch, rows
+                self.progress.step += 1
+                if self.progress.step == self.total_steps:
                     return
-                step += 1
-                yield step, epoch, rows
 
     def is_due(self, frequency: int, step: int) -> bool:
         """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens now."""

@@ -1,6 +1,6 @@
 """From a configuration to a run that is ready: processes start first, everything else happens while they load."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,55 +8,68 @@ from typing import Any
 
 import ray
 
+from verl_rc.advantage import KLController
 from verl_rc.cluster.engine_group import EngineGroup
-from verl_rc.cluster.placement import Placement, plan_placement
+from verl_rc.cluster.placement import plan_placement
+from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.cluster.trainer_group import TrainerGroup
+from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
+from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import build_train_loader, build_validation_rows
 from verl_rc.data.tokenize import load_tokenizer
+from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced
-from verl_rc.driver.run import Run
+from verl_rc.driver.run import Progress, Run
 from verl_rc.metrics.sinks import open_tracker
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.rewards import build_reward
 from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.weight_sync.proof import GapMonitor, engine_precision
-from verl_rc.weight_sync.transfer_group import TransferAddress
 
 
 @contextmanager
 def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
-    """Set a run up and take it down again, whatever happens in between."""
+    """Set a run up, or go on with one, and take it down again, whatever happens in between."""
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
+    store, resumed = checkpoints.choose(config, folder)
     save_resolved_config(config, folder)
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         with announced("Ray"):
             ray_started.result()
         placement = plan_placement(config)
-        trainer, engines = TrainerGroup(placement), EngineGroup(placement)
+        actor = ActorGroup(placement)
+        engines = EngineGroup(placement, actor.visible_devices() if placement.device == "cuda" else ())
+        critic = CriticGroup(placement) if config.needs_critic else None
+        adapters = config.actor_rollout_ref.model.lora_rank > 0
+        reference = ReferenceGroup(placement) if config.needs_reference and not adapters else None
         building_engines = engines.build(engine_options(config, placement.device))
         with announced("data and tokenizer"), _mistakes_are_the_users():
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
             loader = build_train_loader(config.data, tokenizer, config.trainer.seed)
             validation_rows = build_validation_rows(config.data, tokenizer, config.trainer.seed)
             reward = build_reward(config.reward)
+            if resumed is not None:
+                loader.load_state_dict(resumed.state.loader)
         steps_of_epochs = len(loader) * config.trainer.total_epochs
         total_steps = min(config.trainer.total_training_steps or steps_of_epochs, steps_of_epochs)
-        building_ranks = trainer.build(config, total_steps)
-        timeout = config.trainer.ready_timeout_seconds
-        with announced(f"{trainer.num_ranks} trainer rank(s): torch, model, shards"):
-            wait_for_all(building_ranks, timeout)
-        stack.callback(trainer.close)
+        learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
+        groups = [*learners, *([] if reference is None else [reference])]
+        _build_ranks(groups, config, total_steps)
+        for group in groups:
+            stack.callback(group.close)
+        if resumed is not None:
+            with announced(f"checkpoint {resumed.folder}"):
+                wait_for_all([pending for group in learners for pending in group.load(resumed.folder / group.role)])
         with announced(f"{engines.num_engines} vLLM engine(s): import and model"):
-            wait_for_all(building_engines, timeout)
-        with announced("weight-transfer group"):
-            connect(trainer, engines, placement, config)
+            wait_for_all(building_engines, config.trainer.ready_timeout_seconds)
+        with announced("the way weights take"):
+            transport = open_transport(actor, engines, placement, config)
         tracker = open_tracker(
             [*config.trainer.logger, "file"],
             config.trainer.project_name,
@@ -64,11 +77,10 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             folder,
             config.model_dump(mode="json"),
             total_steps,
+            resume_id=None if resumed is None else resumed.state.tracker_run_id,
         )
         stack.callback(tracker.close)
-        rollout = config.actor_rollout_ref.rollout
-        precision = engine_precision(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype)
-        yield Run(
+        run = Run(
             config=config,
             folder=folder,
             tokenizer=tokenizer,
@@ -76,17 +88,46 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             loader=loader,
             validation_rows=validation_rows,
             reward=reward,
-            trainer=trainer,
+            progress=Progress(step=0, kl_controller=kl_controller(config)),
+            actor=actor,
+            critic=critic,
+            reference=reference,
             engines=engines,
-            manifest=trainer.manifest(),
-            gap_monitor=GapMonitor(precision, rollout.sync_proof.gap_limit),
-            canary_monitor=GapMonitor(precision, rollout.sync_proof.gap_limit),
+            transport=transport,
+            checkpoints=store,
+            manifest=actor.manifest(),
+            gap_monitor=_gap_monitor(config),
+            canary_monitor=_gap_monitor(config),
             skipped_updates=SkippedUpdateGuard(config.algorithm.rollout_correction.max_skipped_updates),
             tracker=tracker,
             total_steps=total_steps,
             max_model_len=max_model_length(config),
             block_size=engines.block_size(),
         )
+        if resumed is not None:
+            checkpoints.restore(run, resumed)
+        yield run
+
+
+def _build_ranks(groups: Sequence[RankGroup], config: RunConfig, total_steps: int) -> None:
+    """Models of all roles, loaded and sharded."""
+    building = [pending for group in groups for pending in group.build(config, total_steps)]
+    roles = ", ".join(group.role for group in groups)
+    with announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"):
+        wait_for_all(building, config.trainer.ready_timeout_seconds)
+
+
+def _gap_monitor(config: RunConfig) -> GapMonitor:
+    rollout = config.actor_rollout_ref.rollout
+    precision = engine_precision(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype)
+    return GapMonitor(precision, rollout.sync_proof.gap_limit)
+
+
+def kl_controller(config: RunConfig) -> KLController:
+    """What weighs the KL penalty in the reward, as it is before the first step."""
+    control = config.algorithm.kl_ctrl
+    target = control.target_kl if control.type == "adaptive" else None
+    return KLController(control.kl_coef, target, control.horizon)
 
 
 @contextmanager
@@ -96,17 +137,6 @@ def _mistakes_are_the_users() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def connect(trainer: TrainerGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> None:
-    """Open the weight-transfer group between the first trainer rank and every engine worker."""
-    workers = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    host, port = trainer.free_address()
-    address = TransferAddress(
-        "127.0.0.1" if placement.one_node else host, port, 1 + engines.num_engines * workers
-    )
-    pending = trainer.join_transfer(address) + engines.join_transfer(address, workers)
-    wait_for_all(pending, config.trainer.ready_timeout_seconds)
 
 
 def max_model_length(config: RunConfig) -> int:
@@ -130,7 +160,7 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
         "seed": rollout.seed,
         "trust_remote_code": config.actor_rollout_ref.model.trust_remote_code,
         "skip_tokenizer_init": True,
-        **_memory_arguments(rollout, device),
+        **_memory_arguments(rollout, device, config.actor_rollout_ref.hybrid_engine),
         **rollout.engine_kwargs.vllm,
     }
     return EngineOptions(
@@ -142,11 +172,13 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
     )
 
 
-def _memory_arguments(rollout: RolloutConfig, device: str) -> dict[str, Any]:
+def _memory_arguments(rollout: RolloutConfig, device: str, shares_devices: bool) -> dict[str, Any]:
     """On a CPU the cache's size is given in bytes (a fraction would be one of all RAM) and the engine runs eagerly."""
     if device == "cpu":
         return {"enforce_eager": True, "kv_cache_memory_bytes": (rollout.kv_cache_megabytes or 256) << 20}
     arguments: dict[str, Any] = {"enforce_eager": rollout.enforce_eager}
+    if shares_devices and rollout.free_cache_engine:
+        arguments["enable_sleep_mode"] = True
     if rollout.kv_cache_megabytes is not None:
         return {**arguments, "kv_cache_memory_bytes": rollout.kv_cache_megabytes << 20}
     return {**arguments, "gpu_memory_utilization": rollout.gpu_memory_utilization}

@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.correction import CorrectionResult, require_finite
+from verl_rc.correction import require_finite
 from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.microbatch import MicroBatchLimit
+from verl_rc.driver.limits import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.batch_metrics import batch_metrics, policy_gap_metrics
+from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
+from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
-from verl_rc.weight_sync.proof import LogProbGap, check_receipts
+from verl_rc.weight_sync.proof import LogProbGap
+from verl_rc.workers.orders import UpdateOrder
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: 
         completions = run.engines.generate(requests, SamplingOptions.for_training(rollout, run.stop_token_ids))
         rollouts = as_rollouts(run, requests, completions, groups)
         check_versions(rollouts, expected_version=step - 1)
-    record.add_busy("gen", run.engines.busy_seconds)
+        record.add_busy("gen", run.engines.busy_seconds)
+        wait_for_all(run.engines.sleep())
     record.add({"perf/rollout_tokens_per_second": float(rollouts.tokens.response_lengths.sum()) / run.engines.busy_seconds})
     return rollouts
 
@@ -92,38 +95,88 @@ def decode(run: Run, rollouts: RolloutBatch) -> list[str]:
     return texts
 
 
-def evaluate_policies(run: Run, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
-    """Log-probs of the proximal policy; refuses the step when they show that the engine holds other weights."""
+def evaluate(run: Run, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
+    """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as far as needed."""
+    evaluations = _proximal_policy(run, rollouts, record)
+    if run.config.needs_reference:
+        with record.stage("ref"):
+            evaluations.ref_log_prob = _reference_log_probs(run, rollouts)
+        record.add_busy("ref", (run.reference or run.actor).busy_seconds)
+    if run.critic is not None:
+        with record.stage("values"):
+            evaluations.critic_values = run.critic.compute_values(rollouts.tokens, critic_limit(run.config))
+        record.add_busy("values", run.critic.busy_seconds)
+    return evaluations
+
+
+def _proximal_policy(run: Run, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
+    """Log-probs of the proximal policy; refuses the step when they show that the engine holds other weights.
+
+    In bypass mode nothing is computed: the rollout policy takes its place, and the actor makes the same check in its update.
+    """
+    if run.config.algorithm.rollout_correction.bypass_mode:
+        return PolicyEvaluations(old_log_probs=rollouts.rollout_log_probs, batch_size=rollouts.batch_size)
     with record.stage("old_log_prob"):
-        scores = run.trainer.compute_log_probs(rollouts.tokens, log_prob_limit(run))
-    record.add_busy("old_log_prob", run.trainer.busy_seconds)
+        scores = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config))
+    record.add_busy("old_log_prob", run.actor.busy_seconds)
     gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
     run.gap_monitor.check(gap, "this step's rollouts")
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
-    assert scores.entropys is not None
-    return PolicyEvaluations(
-        old_log_probs=scores.log_probs, entropys=scores.entropys, batch_size=rollouts.batch_size
+    return PolicyEvaluations(old_log_probs=scores.log_probs, entropys=scores.entropys, batch_size=rollouts.batch_size)
+
+
+def _reference_log_probs(run: Run, rollouts: RolloutBatch) -> Tensor:
+    if run.reference is None:  # LoRA: the actor without its adapters
+        return run.actor.compute_reference_log_probs(rollouts.tokens, reference_limit(run.config))
+    return run.reference.compute_log_probs(rollouts.tokens, reference_limit(run.config))
+
+
+def describe_batch(
+    run: Run,
+    scored_step: ScoredStep,
+    scored: ScoredTexts,
+    rollouts: RolloutBatch,
+    evaluations: PolicyEvaluations,
+    record: StepRecord,
+) -> None:
+    """Everything there is to know about the batch before the update; moves the weight of the KL penalty."""
+    data = run.config.data
+    record.add(
+        batch_metrics(
+            scored_step.batch, scored.scores, scored_step.rewards, rollouts, data.max_response_length, data.max_prompt_length
+        )
     )
+    record.add(policy_gap_metrics(rollouts, evaluations))
+    if scored_step.reward_kl is not None:
+        controller = run.progress.kl_controller
+        record.add({"actor/reward_kl_penalty": scored_step.reward_kl, "actor/reward_kl_penalty_coeff": controller.kl_coef})
+        run.progress.kl_controller = controller.updated(scored_step.reward_kl, len(scored.texts))
+    if scored_step.correction is not None:
+        correction_metrics = scored_step.correction.metrics()
+        require_finite(correction_metrics, run.config.algorithm.rollout_correction)
+        record.add(correction_metrics)
 
 
-def log_prob_limit(run: Run) -> MicroBatchLimit:
-    """How much one forward without gradient may hold."""
-    rollout = run.config.actor_rollout_ref.rollout
-    if rollout.log_prob_use_dynamic_bsz:
-        return MicroBatchLimit(max_tokens=rollout.log_prob_max_token_len_per_gpu)
-    return MicroBatchLimit(max_rows=rollout.log_prob_micro_batch_size_per_gpu)
+def update_critic(run: Run, batch: TrainBatch, evaluations: PolicyEvaluations, step: int, record: StepRecord) -> None:
+    """One optimizer step per mini-batch and epoch; does nothing without a critic."""
+    if run.critic is None:
+        return
+    critic, rows = run.config.critic, critic_batch(batch, evaluations)
+    record.add(critic_metrics(rows))
+    options = MiniBatchOptions(
+        rows_per_mini_batch=(critic.ppo_mini_batch_size or 1) * run.config.actor_rollout_ref.rollout.n,
+        epochs=critic.ppo_epochs or 1,
+        shuffle=bool(critic.shuffle),
+        seed=request_seed({"seed": run.config.trainer.seed, "step": step}),
+    )
+    mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
+    with record.stage("update_critic"):
+        record.add_records(run.critic.update(rows, mini_batches, critic_limit(run.config)))
+    record.add_busy("update_critic", run.critic.busy_seconds)
 
 
-def update_limit(run: Run) -> MicroBatchLimit:
-    """How much one forward and backward may hold."""
-    actor = run.config.actor_rollout_ref.actor
-    if actor.use_dynamic_bsz:
-        return MicroBatchLimit(max_tokens=actor.ppo_max_token_len_per_gpu)
-    return MicroBatchLimit(max_rows=actor.ppo_micro_batch_size_per_gpu)
-
-
-def update_policy(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> None:
-    """One optimizer step per mini-batch and epoch."""
+def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> None:
+    """One optimizer step per mini-batch and epoch; in bypass mode the correction is described here."""
     actor, correction = run.config.actor_rollout_ref.actor, run.config.algorithm.rollout_correction
     options = MiniBatchOptions(
         rows_per_mini_batch=actor.ppo_mini_batch_size * run.config.actor_rollout_ref.rollout.n,
@@ -132,79 +185,21 @@ def update_policy(run: Run, batch: TrainBatch, step: int, record: StepRecord) ->
         seed=request_seed({"seed": run.config.trainer.seed, "step": step}),
         denominator=correction.rejection_denominator,
     )
-    mini_batches = plan_mini_batches(batch, options)
-    run.skipped_updates.observe(mini_batches)
+    mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
+    limit = run.gap_monitor.limit if correction.bypass_mode else None
+    order = UpdateOrder(policy_version=step - 1, gap_limit=limit)
     with record.stage("update_actor"):
-        record.add_records(run.trainer.update(batch, mini_batches, update_limit(run)))
-    record.add_busy("update_actor", run.trainer.busy_seconds)
-
-
-def publish_weights(run: Run, version: int, record: StepRecord) -> None:
-    """Send the current weights to every engine as ``version`` and prove that they arrived."""
-    proof = run.config.actor_rollout_ref.rollout.sync_proof
-    bucket_bytes = run.config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    with record.stage("update_weights"):
-        receiving = run.engines.receive_weights(run.manifest, bucket_bytes, version)
-        sending = run.trainer.send_weights()
-        answers = wait_for_all(sending + receiving)
-        check_receipts(run.manifest, answers[0], answers[len(sending) :], version)
-    record.add({"sync/bytes": float(run.manifest.num_bytes), "sync/tensors": float(len(run.manifest.tensors))})
-    if version == 0 or (proof.canary_freq > 0 and version % proof.canary_freq == 0):
-        with record.stage("sync_canary"):
-            check_canary(run, version, record)
-
-
-def check_canary(run: Run, version: int, record: StepRecord) -> None:
-    """Compare log-probs of freshly generated tokens behind a cached prefix, engine by engine, with the trainer's.
-
-    The prompts are longer than a block of the engine's cache, so an engine that kept blocks of older weights is
-    found out; log-probs of *prompt* tokens would bypass that cache and prove nothing about it.
-    """
-    rollout = run.config.actor_rollout_ref.rollout
-    requests = canary_requests(run)
-    options = SamplingOptions.for_training(rollout, run.stop_token_ids).replaced(
-        max_tokens=rollout.sync_proof.canary_max_tokens, ignore_eos=True
-    )
-    largest = 0.0
-    for engine, completions in enumerate(run.engines.generate_on_each(requests, options)):
-        rollouts = as_rollouts(run, requests, completions, list(range(len(requests))))
-        check_versions(rollouts, expected_version=version)
-        scores = run.trainer.compute_log_probs(rollouts.tokens, log_prob_limit(run))
-        gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
-        run.canary_monitor.check(gap, f"canary tokens of rollout engine {engine} at weight version {version}")
-        largest = max(largest, gap.maximum)
-    record.add({"sync/canary_max_gap": largest})
-
-
-def canary_requests(run: Run) -> list[GenerationRequest]:
-    """Fixed prompts that share one prefix longer than a cache block, as far as the engine's length limit allows."""
-    proof = run.config.actor_rollout_ref.rollout.sync_proof
-    room = run.max_model_len - min(proof.canary_max_tokens, run.config.data.max_response_length)
-    length = max(1, min(run.block_size + 8, room))
-    tokens = [token for row in run.validation_rows for token in row.prompt_token_ids]
-    prefix = (tokens * (length // len(tokens) + 1))[: length - 1]
-    last = sorted(set(tokens))
-    return [
-        GenerationRequest([*prefix, last[index % len(last)]], seed=index) for index in range(proof.canary_num_prompts)
-    ]
-
-
-def describe_batch(
-    run: Run,
-    batch: TrainBatch,
-    scored: ScoredTexts,
-    rollouts: RolloutBatch,
-    evaluations: PolicyEvaluations,
-    correction: CorrectionResult,
-    record: StepRecord,
-) -> None:
-    """Everything there is to know about the batch before the update."""
-    data = run.config.data
-    record.add(batch_metrics(batch, scored.scores, rollouts, data.max_response_length, data.max_prompt_length))
-    record.add(policy_gap_metrics(rollouts, evaluations))
-    correction_metrics = correction.metrics()
-    require_finite(correction_metrics, run.config.algorithm.rollout_correction)
-    record.add(correction_metrics)
+        report = run.actor.update(batch, mini_batches, actor_limit(run.config), order)
+    record.add_busy("update_actor", run.actor.busy_seconds)
+    record.add_records(report.metrics)
+    run.skipped_updates.observe(report.kept_tokens)
+    if actor.use_kl_loss:
+        record.add({"actor/kl_coef": actor.kl_loss_coef})
+    if report.correction is not None:
+        record.add(report.correction.metrics(correction))
+    if report.gap is not None:
+        run.gap_monitor.check(report.gap, "this step's rollouts")
+        record.add({"sync/rollout_gap_mean": report.gap.mean, "sync/rollout_gap_max": report.gap.maximum})
 
 
 def dump_rollouts(

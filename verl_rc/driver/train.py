@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 
 from verl_rc.config.run import RunConfig
-from verl_rc.driver import stages
+from verl_rc.driver import checkpoints, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
 from verl_rc.driver.run import Run
@@ -20,28 +20,41 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 
 def train(run: Run) -> None:
     """The training loop: one pass per step, one stage per line."""
-    trainer = run.config.trainer
-    start = StepRecord()
-    stages.publish_weights(run, version=0, record=start)
-    first = validate(run, start) if trainer.val_before_train or trainer.val_only else None
-    run.tracker.log(start.metrics(), step=0)
+    trainer, algorithm = run.config.trainer, run.config.algorithm
+    first = last = start(run)
     if trainer.val_only:
         return
-    last = first
     for step, epoch, prompts in run.training_batches():
         record = StepRecord()
         rollouts = stages.generate(run, prompts, step, epoch, record)
         scored = stages.score(run, prompts, rollouts, record)
-        evaluations = stages.evaluate_policies(run, rollouts, record)
+        evaluations = stages.evaluate(run, rollouts, record)
         with record.stage("adv"):
-            batch, correction = build_train_batch(rollouts, scored.scores, evaluations, run.config.algorithm)
-        stages.describe_batch(run, batch, scored, rollouts, evaluations, correction, record)
-        stages.update_policy(run, batch, step, record)
-        stages.publish_weights(run, version=step, record=record)
+            scored_step = build_train_batch(
+                rollouts, scored.scores, evaluations, algorithm, run.progress.kl_controller.kl_coef
+            )
+        stages.describe_batch(run, scored_step, scored, rollouts, evaluations, record)
+        stages.update_critic(run, scored_step.batch, evaluations, step, record)
+        if step >= trainer.critic_warmup:
+            stages.update_actor(run, scored_step.batch, step, record)
+        weights.publish(run, version=step, record=record)
         if run.is_due(trainer.test_freq, step):
             last = validate(run, record, step)
         stages.dump_rollouts(run, step, prompts, rollouts, scored, record)
+        checkpoints.write(run, step, record)
         run.tracker.log({**record.metrics(), "training/global_step": step, "training/epoch": epoch}, step=step)
+        checkpoints.commit(run, step)
     say("written to %s: %s", run.folder, ", ".join(sorted(path.name for path in run.folder.iterdir())))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)
+
+
+def start(run: Run) -> float | None:
+    """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed run goes right on."""
+    trainer, record, step = run.config.trainer, StepRecord(), run.progress.step
+    weights.publish(run, version=step, record=record)
+    wanted = trainer.val_only or (trainer.val_before_train and step == 0)
+    accuracy = validate(run, record, step) if wanted else None
+    if wanted or step == 0:
+        run.tracker.log(record.metrics(), step=step)
+    return accuracy

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from verl_rc.data.batches import TrainBatch
-
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -50,17 +48,17 @@ class MiniBatchOptions:
     """``original``: all response tokens count; ``kept``: only those that rollout correction kept."""
 
 
-def plan_mini_batches(batch: TrainBatch, options: MiniBatchOptions) -> list[MiniBatch]:
-    """Mini-batches of all epochs, in the order they are trained on.
+def plan_mini_batches(response_mask: Tensor, loss_mask: Tensor, options: MiniBatchOptions) -> list[MiniBatch]:
+    """Mini-batches of all epochs, in the order they are trained on; both masks are bool ``[B, R]``.
 
     Counts are taken here, over the whole mini-batch, so that micro-batches and ranks cannot change what a loss is
     divided by. Raises ``ValueError`` when the rows do not divide into mini-batches.
     """
-    num_rows, size = batch.response_mask.shape[0], options.rows_per_mini_batch
+    num_rows, size = response_mask.shape[0], options.rows_per_mini_batch
     if num_rows % size:
         raise ValueError(f"a train batch must hold a multiple of {size} rows (mini-batch size x samples), got {num_rows}.")
-    denominator_mask = batch.loss_mask if options.denominator == "kept" else batch.response_mask
-    counted, kept = denominator_mask.sum(-1), batch.loss_mask.sum(-1)
+    denominator_mask = loss_mask if options.denominator == "kept" else response_mask
+    counted, kept = denominator_mask.sum(-1), loss_mask.sum(-1)
     order = random.Random(options.seed)
     plan = []
     for _ in range(options.epochs):

@@ -1,4 +1,4 @@
-"""From current log-probs and a slice of the train batch to the loss that is differentiated."""
+"""From a model's current output and a slice of the batch to the loss that is differentiated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +6,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_rc.config.actor import ActorConfig
-from verl_rc.data.batches import TrainBatch
-from verl_rc.losses import Aggregation, LossMetric, compute_policy_loss
+from verl_rc.config.critic import CriticConfig
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
+from verl_rc.losses import (
+    Aggregation,
+    LossMetric,
+    compute_entropy_loss,
+    compute_kl_loss,
+    compute_policy_loss,
+    compute_value_loss,
+    token_metric,
+)
 
 
 @dataclass(frozen=True)
@@ -23,24 +33,18 @@ class Objective:
 
 
 def policy_objective(
-    log_probs: Tensor,
-    entropys: Tensor | None,
-    batch: TrainBatch,
-    config: ActorConfig,
-    totals: Aggregation,
-    denominator: str = "original",
+    current: TokenScores, batch: TrainBatch, config: ActorConfig, correction: RolloutCorrectionConfig, totals: Aggregation
 ) -> Objective:
-    """Policy loss minus the entropy bonus, over ``loss_mask``, divided by the mini-batch's ``totals``.
+    """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)`` over ``loss_mask``, divided by ``totals``.
 
-    ``L = L_policy - entropy_coeff * agg(entropy)``; ``log_probs`` and ``entropys`` are float32 ``[B, R]`` with gradient.
-    ``denominator``: ``original`` or ``kept``, the tokens that count in the denominators of single rows; ``totals`` must have
-    been counted likewise.
+    ``current`` are float32 ``[B, R]`` with gradient; entropys may be missing when ``entropy_coeff`` is 0. ``totals`` must have
+    been counted over the whole mini-batch as ``correction.rejection_denominator`` says.
     """
-    denominator_mask = batch.loss_mask if denominator == "kept" else batch.response_mask
+    denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     policy_loss, averages = compute_policy_loss(
-        config.policy_loss.loss_mode,
+        policy_loss_name(config, correction),
         old_log_probs=batch.old_log_probs,
-        log_probs=log_probs,
+        log_probs=current.log_probs,
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
         response_mask=batch.response_mask,
@@ -49,11 +53,33 @@ def policy_objective(
         config=config,
         aggregation=totals,
     )
-    loss = policy_loss
-    terms = {"actor/pg_loss": policy_loss.detach()}
-    if entropys is not None and config.entropy_coeff != 0:
-        entropy = totals.reduce(entropys, batch.loss_mask, denominator_mask)
+    loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
+    if correction.bypass_mode and current.entropys is not None:  # else the proximal policy's entropy is reported
+        averages["actor/entropy"] = token_metric(current.entropys, batch.response_mask)
+    if config.entropy_coeff != 0:
+        assert current.entropys is not None
+        entropy, _ = compute_entropy_loss(current.entropys, batch.loss_mask, denominator_mask, totals)
         loss = loss - config.entropy_coeff * entropy
         terms["actor/entropy_loss"] = entropy.detach()
+    if config.use_kl_loss:
+        assert batch.ref_log_prob is not None
+        divergence, divergence_metrics = compute_kl_loss(
+            current.log_probs, batch.ref_log_prob, config.kl_loss_type, batch.loss_mask, denominator_mask, totals
+        )
+        loss = loss + config.kl_loss_coef * divergence
+        averages |= divergence_metrics
     terms["actor/loss"] = loss.detach()
     return Objective(loss, terms, averages)
+
+
+def policy_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:
+    """The policy loss that runs: ``reinforce`` when bypass mode asks for it, else ``policy_loss.loss_mode``."""
+    return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss.loss_mode
+
+
+def value_objective(values: Tensor, batch: CriticBatch, config: CriticConfig, totals: Aggregation) -> Objective:
+    """The clipped value loss of ``values`` (float32 ``[B, R]``, with gradient), divided by the mini-batch's ``totals``."""
+    loss, averages = compute_value_loss(
+        values, batch.old_values, batch.returns, batch.response_mask, config.cliprange_value, totals
+    )
+    return Objective(loss, {"critic/vf_loss": loss.detach()}, averages)

@@ -1,24 +1,41 @@
-"""From scored rollouts and the policies' evaluations to the batch the actor trains on."""
+"""From scored rollouts and the models' evaluations to the batch the actor trains on."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_rc.advantage import compute_advantages
+from verl_rc.advantage import apply_kl_in_reward, compute_advantages
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
+
+
+@dataclass(frozen=True)
+class ScoredStep:
+    """Everything the updates of a step are computed from."""
+
+    batch: TrainBatch
+    """For the actor."""
+    correction: CorrectionResult | None
+    """Of proximal against rollout policy; None in bypass mode, where the actor corrects."""
+    rewards: Tensor
+    """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
+    reward_kl: float | None
+    """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats; None: no penalty."""
 
 
 def build_train_batch(
-    rollouts: RolloutBatch, scores: Tensor, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig
-) -> tuple[TrainBatch, CorrectionResult]:
-    """Rollout correction (decoupled: proximal against rollout policy), then advantages.
+    rollouts: RolloutBatch, scores: Tensor, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, kl_coef: float
+) -> ScoredStep:
+    """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
-    ``scores`` float32 ``[B]`` are outcome scores. Correction decides weights and ``loss_mask`` only; rewards,
-    advantages and their statistics use ``response_mask``, so a reward on a rejected token is never lost.
+    ``scores`` float32 ``[B]`` are outcome scores; ``kl_coef`` weighs the KL penalty of ``use_kl_in_reward``. Correction decides
+    weights and ``loss_mask`` only; rewards, advantages and their statistics use ``response_mask``, so a reward on a rejected
+    token is never lost. In bypass mode nothing is corrected here: ``loss_mask`` is ``response_mask``.
     """
     config = algorithm.rollout_correction
-    rewards = outcome_rewards(scores, rollouts.response_mask)
+    rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, kl_coef)
 
     def advantages_of(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         return compute_advantages(
@@ -26,6 +43,7 @@ def build_train_batch(
             rewards,
             rollouts.response_mask,
             group_ids=rollouts.group_ids,
+            values=evaluations.critic_values,
             included_rows=included_rows,
             gamma=algorithm.gamma,
             lam=algorithm.lam,
@@ -34,30 +52,61 @@ def build_train_batch(
 
     excluded = config.rejected_in_group_baseline == "exclude"
     advantages, returns = advantages_of(None)
-    correction = compute_rollout_correction(
-        evaluations.old_log_probs,
-        rollouts.rollout_log_probs,
-        rollouts.response_mask,
-        config,
-        advantages=None if excluded else advantages,
-        group_ids=rollouts.group_ids,
-        policy_versions=rollouts.policy_versions,
-        scores=scores,
-    )
-    if excluded:
-        advantages, returns = advantages_of(~correction.rejected_rows)
+    correction = None
+    if not config.bypass_mode:
+        correction = compute_rollout_correction(
+            evaluations.old_log_probs,
+            rollouts.rollout_log_probs,
+            rollouts.response_mask,
+            config,
+            advantages=None if excluded else advantages,
+            group_ids=rollouts.group_ids,
+            policy_versions=rollouts.policy_versions,
+            scores=scores,
+        )
+        if excluded:
+            advantages, returns = advantages_of(~correction.rejected_rows)
     batch = TrainBatch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,
-        loss_mask=rollouts.response_mask & correction.keep_mask,
+        loss_mask=rollouts.response_mask if correction is None else rollouts.response_mask & correction.keep_mask,
         old_log_probs=evaluations.old_log_probs,
         rollout_log_probs=rollouts.rollout_log_probs,
         advantages=advantages,
         returns=returns,
-        rollout_is_weights=correction.weights,
+        rollout_is_weights=None if correction is None else correction.weights,
+        ref_log_prob=evaluations.ref_log_prob,
+        scores=scores if config.bypass_mode else None,
+        policy_versions=rollouts.policy_versions if config.bypass_mode else None,
         batch_size=rollouts.batch_size,
     )
-    return batch, correction
+    return ScoredStep(batch, correction, rewards, reward_kl)
+
+
+def critic_batch(batch: TrainBatch, evaluations: PolicyEvaluations) -> CriticBatch:
+    """What the critic trains on in the same step."""
+    assert evaluations.critic_values is not None
+    return CriticBatch(
+        tokens=batch.tokens,
+        response_mask=batch.response_mask,
+        old_values=evaluations.critic_values,
+        returns=batch.returns,
+        batch_size=batch.batch_size,
+    )
+
+
+def _rewards(
+    rollouts: RolloutBatch, scores: Tensor, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, kl_coef: float
+) -> tuple[Tensor, float | None]:
+    outcome = outcome_rewards(scores, rollouts.response_mask)
+    if not algorithm.use_kl_in_reward:
+        return outcome, None
+    assert evaluations.ref_log_prob is not None
+    rewards, divergence = apply_kl_in_reward(
+        outcome, evaluations.old_log_probs, evaluations.ref_log_prob, rollouts.response_mask, kl_coef, algorithm.kl_penalty
+    )
+    answered = rollouts.response_mask.any(dim=-1)
+    return rewards, float(divergence[answered].double().mean()) if bool(answered.any()) else 0.0
 
 
 def outcome_rewards(scores: Tensor, response_mask: Tensor) -> Tensor:

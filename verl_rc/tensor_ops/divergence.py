@@ -1,12 +1,16 @@
 """Estimators of a divergence between two policies from the log-probs of sampled tokens."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor
+
+from verl_rc.config.actor import KlKind
 
 _LOG_RATIO_BOUND = 20.0
 _K3_BOUND = 10.0
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+")
+KL_KINDS: tuple[str, ...] = get_args(KlKind)
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
@@ -22,7 +26,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """
     if kind == "full":
         raise ValueError(f"kl 'full' needs whole distributions, not sampled tokens' log-probs; use one of {', '.join(KL_KINDS)}.")
-    if kind not in KL_KINDS and kind not in ("mse+", "k2+"):
+    if kind not in KL_KINDS:
         raise ValueError(f"the KL estimator must be one of {', '.join(KL_KINDS)}; got {kind!r}.")
     difference = log_probs - ref_log_probs
     value = _estimate(difference, kind.removesuffix("+"))

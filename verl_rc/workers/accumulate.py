@@ -12,13 +12,13 @@ from verl_rc.ppo.objective import Objective
 class ObjectiveTotals:
     """Sums up what the micro-batches of one update report; nothing is averaged before all of it is in."""
 
-    def __init__(self, num_updates: int) -> None:
-        """``num_updates`` optimizer steps, over which losses and gradient norms are averaged."""
+    def __init__(self, role: str, num_updates: int) -> None:
+        """``role`` (``actor`` or ``critic``) takes ``num_updates`` optimizer steps, over which losses are averaged."""
+        self._role = role
         self._num_updates = max(num_updates, 1)
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
         self._averages: dict[str, list[Tensor]] = defaultdict(list)
         self._grad_norms: list[float] = []
-        self._skipped = 0
 
     def add(self, objective: Objective) -> None:
         """Take one micro-batch in."""
@@ -30,10 +30,6 @@ class ObjectiveTotals:
     def add_grad_norm(self, grad_norm: float) -> None:
         """Take the gradient norm of one optimizer step in."""
         self._grad_norms.append(grad_norm)
-
-    def add_skipped(self) -> None:
-        """Count a mini-batch of which rollout correction left nothing."""
-        self._skipped += 1
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
         """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come from
@@ -48,8 +44,7 @@ class ObjectiveTotals:
             numerator, denominator = next(values), next(values)
             records.append(Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator))
         if is_first_rank:
-            records += [Metric("actor/grad_norm", norm) for norm in self._grad_norms]
+            records += [Metric(f"{self._role}/grad_norm", norm) for norm in self._grad_norms]
             dropped = sum(1 for norm in self._grad_norms if not norm < float("inf"))
-            records.append(Metric("actor/nonfinite_gradients", dropped, Reduction.SUM))
-            records.append(Metric("rollout_corr/skipped_updates", self._skipped, Reduction.SUM))
+            records.append(Metric(f"{self._role}/nonfinite_gradients", dropped, Reduction.SUM))
         return records

@@ -1,4 +1,4 @@
-"""One forward pass over prompts and responses: the log-prob (and entropy) of every response token."""
+"""One forward pass over prompts and responses: what a model says about every response token."""
 
 from dataclasses import dataclass
 
@@ -18,34 +18,68 @@ class ForwardOptions:
     """Logits are divided by it, as the sampler does."""
     remove_padding: bool = True
     """Pack real tokens of all rows instead of padding every row to the longest."""
+    entropy_gradient: bool = True
+    """Whether entropys carry a gradient; without one they are only looked at."""
 
 
 def score_tokens(model: nn.Module, tokens: TokenBatch, options: ForwardOptions, with_entropy: bool) -> TokenScores:
-    """Log-probs of the response tokens under ``model``: position t is read from the hidden state one to its left."""
-    logits, grid = _response_logits(model, tokens, options.remove_padding)
-    targets = tokens.responses[grid]
+    """Log-probs of the response tokens under a language model: position t is read from the hidden state one to its left."""
+    packed = PackedRows.of(tokens)
+    if options.remove_padding:
+        logits = packed_logits(model, packed.token_ids, packed.lengths, keep=packed.predictors)
+    else:
+        logits = _padded_outputs(model, packed)
+    targets = tokens.responses[packed.is_response]
     log_probs = log_probs_from_logits(logits, targets, temperature=options.temperature)
-    entropys = entropy_from_logits(logits, temperature=options.temperature) if with_entropy else None
-    return TokenScores(_on_grid(log_probs, grid), None if entropys is None else _on_grid(entropys, grid))
+    entropys = None
+    if with_entropy:
+        seen = logits if options.entropy_gradient else logits.detach()
+        entropys = entropy_from_logits(seen, temperature=options.temperature)
+    return TokenScores(packed.on_grid(log_probs), None if entropys is None else packed.on_grid(entropys))
 
 
-def _response_logits(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> tuple[Tensor, Tensor]:
-    """Logits ``[K, V]`` that predict the K response tokens, and the bool ``[B, R]`` grid that says which those are."""
-    prompt_width, response_width = tokens.prompts.shape[1], tokens.responses.shape[1]
-    is_prompt = positions_mask(tokens.prompt_lengths, prompt_width).flip(-1)
-    is_response = positions_mask(tokens.response_lengths, response_width)
-    real = torch.cat([is_prompt, is_response], dim=-1)
-    token_ids = torch.cat([tokens.prompts, tokens.responses], dim=-1)[real]
-    response_token = torch.cat([torch.zeros_like(is_prompt), is_response], dim=-1)[real]
-    predictors = response_token.nonzero()[:, 0] - 1
-    lengths = tokens.sequence_lengths
+def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> Tensor:
+    """The critic's value before each response token, float32 ``[B, R]``, read one position to its left; 0 on padding."""
+    packed = PackedRows.of(tokens)
     if remove_padding:
-        return packed_logits(model, token_ids, lengths, keep=predictors), is_response
-    right_padded = positions_mask(lengths, int(lengths.max()))
-    padded_ids = torch.zeros(right_padded.shape, dtype=torch.int64, device=token_ids.device)
-    padded_ids[right_padded] = token_ids
-    return padded_logits(model, padded_ids, right_padded)[right_padded][predictors], is_response
+        outputs = packed_logits(model, packed.token_ids, packed.lengths)[packed.predictors]
+    else:
+        outputs = _padded_outputs(model, packed)
+    return packed.on_grid(outputs[:, 0].float())
 
 
-def _on_grid(values: Tensor, grid: Tensor) -> Tensor:
-    return torch.zeros(grid.shape, dtype=values.dtype, device=values.device).masked_scatter(grid, values)
+@dataclass(frozen=True)
+class PackedRows:
+    """The real tokens of some rows, one row after the other, and where the response tokens are predicted."""
+
+    token_ids: Tensor
+    """int64 ``[N]``."""
+    lengths: Tensor
+    """int64 ``[B]``: prompt and response tokens of each row; they sum to N."""
+    predictors: Tensor
+    """int64 ``[K]``: packed positions whose outputs predict the K response tokens."""
+    is_response: Tensor
+    """bool ``[B, R]``: where those lie on the grid of responses."""
+
+    @classmethod
+    def of(cls, tokens: TokenBatch) -> "PackedRows":
+        """Pack left-padded prompts and right-padded responses."""
+        is_prompt = positions_mask(tokens.prompt_lengths, tokens.prompts.shape[1]).flip(-1)
+        is_response = positions_mask(tokens.response_lengths, tokens.responses.shape[1])
+        real = torch.cat([is_prompt, is_response], dim=-1)
+        token_ids = torch.cat([tokens.prompts, tokens.responses], dim=-1)[real]
+        response_token = torch.cat([torch.zeros_like(is_prompt), is_response], dim=-1)[real]
+        return cls(token_ids, tokens.sequence_lengths, response_token.nonzero()[:, 0] - 1, is_response)
+
+    def on_grid(self, values: Tensor) -> Tensor:
+        """``values`` ``[K]`` at their places in ``[B, R]``, 0 elsewhere."""
+        grid = torch.zeros(self.is_response.shape, dtype=values.dtype, device=values.device)
+        return grid.masked_scatter(self.is_response, values)
+
+
+def _padded_outputs(model: nn.Module, packed: PackedRows) -> Tensor:
+    """Outputs ``[K, ...]`` that predict the response tokens, every row padded to the longest."""
+    real = positions_mask(packed.lengths, int(packed.lengths.max()))
+    padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=packed.token_ids.device)
+    padded_ids[real] = packed.token_ids
+    return padded_logits(model, padded_ids, real)[real][packed.predictors]

@@ -1,27 +1,30 @@
 """One rank of the actor: scores tokens, updates the policy, sends its weights."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
-from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
 from verl_rc.distributed.mesh import RankAddress, join_trainer_group, leave_trainer_group, trainer_device
 from verl_rc.losses import Aggregation
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, policy_objective
 from verl_rc.weight_sync.manifest import Manifest
-from verl_rc.weight_sync.sender import SendReceipt, WeightSender
+from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
+from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
-from verl_rc.workers.optimizer import build_optimizer, build_scheduler
-
-Record = TypeVar("Record", TokenBatch, TrainBatch)
+from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
+from verl_rc.workers.orders import UpdateOrder, UpdateReport
+from verl_rc.workers.rows import accumulate_gradients, score_rows, take_rows
+from verl_rc.workers.sharded_model import TORCH_DTYPES, Learning, ShardedModel, torch_dtype
 
 
 class PolicyWorker:
@@ -35,94 +38,117 @@ class PolicyWorker:
         self._device = trainer_device(config.trainer.device)
         self._mesh = join_trainer_group(address, self._device)
         fsdp = self._actor.fsdp_config
-        model = load_causal_lm(
+        module = load_causal_lm(
             model_config.path,
-            getattr(torch, _TORCH_DTYPES[fsdp.model_dtype]),
+            torch_dtype(fsdp.model_dtype),
             model_config.enable_gradient_checkpointing,
             model_config.trust_remote_code,
-        ).to(self._device)
-        compute_dtype = getattr(torch, _TORCH_DTYPES[fsdp.dtype])
-        self._shards = shard_model(model, self._mesh, compute_dtype, fsdp.reshard_after_forward)
-        self.model = model
-        """The same module as the shards, seen as a model."""
-        self.optimizer = build_optimizer(model.parameters(), self._actor.optim)
-        self._scheduler = build_scheduler(self.optimizer, self._actor.optim, total_steps)
-        self._forward = ForwardOptions(config.actor_rollout_ref.rollout.temperature, model_config.use_remove_padding)
+        )
+        self.model = ShardedModel(
+            add_adapters(module, model_config), self._mesh, fsdp, Learning(self._actor.optim, total_steps)
+        )
+        self._forward = ForwardOptions(
+            config.actor_rollout_ref.rollout.temperature,
+            model_config.use_remove_padding,
+            entropy_gradient=self._actor.entropy_coeff != 0,
+        )
         self._response_width = config.data.max_response_length
         rollout = config.actor_rollout_ref.rollout
+        module = self.model.module
         self._sender = WeightSender(
-            model,
+            MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module),
             address.rank,
-            _TORCH_DTYPES[rollout.dtype],
+            TORCH_DTYPES[rollout.dtype],
             rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
         )
 
-    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> TokenScores:
+    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs and entropys ``[B, R]`` of the given rows' response tokens, without gradient."""
-        self.model.eval()
-        shape = tokens.responses.shape
-        log_probs, entropys = torch.zeros(shape), torch.zeros(shape)
-        with torch.no_grad():
-            for rows in micro_batches:
-                part = self._to_device(tokens[list(rows) or [0]])
-                scores = score_tokens(self.model, part, self._forward, with_entropy=True)
-                if rows:
-                    assert scores.entropys is not None
-                    log_probs[list(rows)], entropys[list(rows)] = scores.log_probs.cpu(), scores.entropys.cpu()
-        return TokenScores(log_probs, entropys)
+        with self.model.in_use() as module:
+            module.eval()
+            return score_rows(tokens, micro_batches, self._log_probs_and_entropys, self._device)
 
-    def update(self, batch: TrainBatch, mini_batches: Sequence[MiniBatchShare]) -> list[Metric]:
-        """One optimizer step per mini-batch; returns the actor's metrics, to be reduced over ranks."""
-        self.model.train()
-        totals = ObjectiveTotals(num_updates=len(mini_batches))
-        for share in mini_batches:
-            if share.num_loss_tokens == 0:
-                totals.add_skipped()
-                continue
-            self.accumulate_gradients(batch, share, totals)
-            totals.add_grad_norm(self._step())
-        learning_rate = float(self._scheduler.get_last_lr()[0])
-        self._scheduler.step()
-        lr = Metric("actor/lr", learning_rate, Reduction.LAST)
-        return [lr, *totals.metrics(is_first_rank=self._address.rank == 0)]
+    def compute_reference_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probs ``[B, R]`` of the model without its LoRA adapters, without gradient."""
+        with self.model.in_use() as module, adapters_off(module):
+            module.eval()
+            return score_rows(tokens, micro_batches, lambda part: self._log_probs_and_entropys(part)[:1], self._device)
 
-    def accumulate_gradients(self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals) -> None:
-        """Forward and backward over this rank's micro-batches; gradients meet the other ranks' only in the last one.
+    def _log_probs_and_entropys(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True)
+        assert scores.entropys is not None
+        return scores.log_probs, scores.entropys
 
-        FSDP averages gradients over ranks, the losses are shares of a sum: hence the factor of the number of ranks.
+    def update(self, batch: TrainBatch, order: UpdateOrder) -> UpdateReport:
+        """One optimizer step per mini-batch.
+
+        Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (bypass mode, where the current
+        log-probs are the first that can be compared with the engine's).
         """
-        for index, rows in enumerate(share.micro_batches):
-            self._shards.set_requires_gradient_sync(index == len(share.micro_batches) - 1)
-            objective = self._objective(batch, rows, share)
-            (objective.loss * self._address.world_size).backward()
-            totals.add(objective)
+        bypass = self._correction.bypass_mode
+        correction = ActorCorrection(self._correction, self._mesh, order.policy_version) if bypass else None
+        totals, kept_tokens, gap = ObjectiveTotals("actor", len(order.mini_batches)), [], None
+        with self.model.in_use(with_optimizer=True) as module:
+            module.train()
+            for share in order.mini_batches:
+                if share.num_loss_tokens == 0:
+                    kept_tokens.append(0)
+                    continue
+                kept = self.accumulate(batch, share, totals, correction)
+                if correction is not None and gap is None:
+                    gap = correction.gap()
+                    if order.gap_limit is not None:
+                        gap.require_at_most(order.gap_limit, "this step's rollouts")
+                kept_tokens.append(kept)
+                if kept:
+                    totals.add_grad_norm(self.model.step())
+                else:
+                    self.model.discard_gradients()
+        records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
+        records += totals.metrics(is_first_rank=self._address.rank == 0)
+        if self._address.rank == 0:
+            skipped = sum(kept == 0 for kept in kept_tokens)
+            records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
+        if correction is None:
+            return UpdateReport(records, kept_tokens)
+        records.append(Metric("timing_s/correction_statistics", correction.statistics_seconds, Reduction.MAX))
+        return UpdateReport(records, kept_tokens, correction.statistics(), gap)
 
-    def _objective(self, batch: TrainBatch, rows: list[int], share: MiniBatchShare) -> Objective:
-        part: TrainBatch = self._to_device(batch[rows or [0]])
-        if not rows:
-            part.loss_mask = torch.zeros_like(part.loss_mask)
-        scores = score_tokens(self.model, part.tokens, self._forward, with_entropy=self._actor.entropy_coeff != 0)
+    def accumulate(
+        self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None
+    ) -> int:
+        """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
+        num_tokens, num_sequences = share.num_tokens, share.num_sequences
+        if correction is not None:
+            kept = correction.look_ahead(share.micro_batches, lambda rows: self._current(batch, rows))
+            if kept is not None:
+                num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
-            num_tokens=share.num_tokens,
-            num_sequences=share.num_sequences,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
             loss_scale_factor=self._actor.loss_scale_factor or self._response_width,
         )
-        return policy_objective(
-            scores.log_probs, scores.entropys, part, self._actor, aggregation, self._correction.rejection_denominator
-        )
 
-    def _step(self) -> float:
-        """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._actor.optim.clip_grad)
-        grad_norm = float(gather_full_tensor(norm))
-        if torch.isfinite(torch.tensor(grad_norm)):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return grad_norm
+        def objective_of(rows: Sequence[int]) -> Objective:
+            part = take_rows(batch, rows, self._device)
+            current = self.score(part)
+            if correction is not None:
+                part = correction.correct(part, current.log_probs)
+            return policy_objective(current, part, self._actor, self._correction, aggregation)
 
-    def _to_device(self, record: Record) -> Record:
-        return record if self._device.type == "cpu" else record.to(self._device)
+        accumulate_gradients(self.model, share.micro_batches, objective_of, self._address.world_size, totals)
+        return share.num_loss_tokens if correction is None else correction.finish()
+
+    def score(self, part: TrainBatch) -> TokenScores:
+        """Current log-probs (and entropys, if anything looks at them) of a micro-batch, with gradient."""
+        with_entropy = self._actor.entropy_coeff != 0 or self._correction.bypass_mode
+        return score_tokens(self.model.module, part.tokens, self._forward, with_entropy)
+
+    def _current(self, batch: TrainBatch, rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
+        part = take_rows(batch, rows, self._device)
+        with torch.no_grad():
+            return part, self.score(part).log_probs
 
     def manifest(self) -> Manifest:
         """What every weight update consists of."""
@@ -133,19 +159,31 @@ class PolicyWorker:
         self._sender.join(address, "gloo" if self._device.type == "cpu" else "nccl")
 
     def send_weights(self) -> SendReceipt:
-        """Send the current weights to all engines."""
-        return self._sender.send()
+        """Broadcast the current weights to all engines; collective."""
+        with self.model.in_use():
+            return self._sender.send()
+
+    def describe_lending(self) -> tuple[str, int]:
+        """The device this rank can lend memory of, and in how many buckets an update comes."""
+        return self._sender.device_key(), self._sender.num_buckets
+
+    def offer_bucket(self, index: int, share: bool) -> BucketHandle:
+        """Lend one bucket of the current weights to the engine worker on this device; collective."""
+        with self.model.in_use():
+            return self._sender.offer(index, share)
+
+    def release_bucket(self) -> SendReceipt:
+        """Take the last bucket back."""
+        return self._sender.release()
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint; collective."""
+        self.model.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint; collective."""
+        self.model.load(folder)
 
     def close(self) -> None:
         """Leave the process groups."""
         leave_trainer_group()
-
-
-_TORCH_DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-}

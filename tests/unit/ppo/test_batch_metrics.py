@@ -25,7 +25,10 @@ def make_rollouts(lengths: list[int]) -> RolloutBatch:
 def test_lengths_scores_and_clip_ratio_of_the_configured_limit() -> None:
     lengths = [7, 2, 5, 4]
     scores = torch.tensor([1.0, 0.0, 0.0, 3.0])
-    metrics = batch_metrics(make_train_batch(lengths), scores, make_rollouts(lengths), 5, 100)
+    rewards = torch.zeros(4, 7)
+    rewards[:, 0] = scores - 1
+    metrics = batch_metrics(make_train_batch(lengths), scores, rewards, make_rollouts(lengths), 5, 100)
+    assert metrics["critic/rewards/mean"] == 0.0
     assert metrics["critic/score/mean"] == 1.0
     assert metrics["critic/score/max"] == 3.0
     assert metrics["response_length/mean"] == 4.5

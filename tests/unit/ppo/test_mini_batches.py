@@ -3,60 +3,41 @@
 import pytest
 import torch
 
-from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 
 
-def make_batch(response_lengths: list[int], rejected_rows: tuple[int, ...] = ()) -> TrainBatch:
-    rows, width = len(response_lengths), 4
-    lengths = torch.tensor(response_lengths)
-    response_mask = torch.arange(width) < lengths[:, None]
-    keep = torch.ones(rows, 1, dtype=torch.bool)
+def make_masks(response_lengths: list[int], rejected_rows: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """Response mask and loss mask."""
+    response_mask = torch.arange(4) < torch.tensor(response_lengths)[:, None]
+    keep = torch.ones(len(response_lengths), 1, dtype=torch.bool)
     keep[list(rejected_rows)] = False
-    grid = torch.zeros(rows, width)
-    tokens = TokenBatch(
-        prompts=torch.ones(rows, 2, dtype=torch.int64),
-        prompt_lengths=torch.full((rows,), 2),
-        responses=torch.ones(rows, width, dtype=torch.int64),
-        response_lengths=lengths,
-        batch_size=[rows],
-    )
-    return TrainBatch(
-        tokens=tokens,
-        response_mask=response_mask,
-        loss_mask=response_mask & keep,
-        old_log_probs=grid,
-        rollout_log_probs=grid,
-        advantages=grid,
-        returns=grid,
-        batch_size=[rows],
-    )
+    return response_mask, response_mask & keep
 
 
 def test_counts_of_the_original_denominator_ignore_rejection() -> None:
-    batch = make_batch([4, 2, 0, 1], rejected_rows=(0,))
-    first, second = plan_mini_batches(batch, MiniBatchOptions(2, epochs=1, shuffle=False, seed=0))
+    masks = make_masks([4, 2, 0, 1], rejected_rows=(0,))
+    first, second = plan_mini_batches(*masks, MiniBatchOptions(2, epochs=1, shuffle=False, seed=0))
     assert (first.rows, first.num_tokens, first.num_sequences, first.num_loss_tokens) == ([0, 1], 6, 2, 2)
     assert (second.rows, second.num_tokens, second.num_sequences, second.num_loss_tokens) == ([2, 3], 1, 1, 1)
 
 
 def test_counts_of_the_kept_denominator_follow_rejection() -> None:
-    batch = make_batch([4, 2, 0, 1], rejected_rows=(0, 3))
-    first, second = plan_mini_batches(batch, MiniBatchOptions(2, epochs=1, shuffle=False, seed=0, denominator="kept"))
+    masks = make_masks([4, 2, 0, 1], rejected_rows=(0, 3))
+    first, second = plan_mini_batches(*masks, MiniBatchOptions(2, epochs=1, shuffle=False, seed=0, denominator="kept"))
     assert (first.num_tokens, first.num_sequences) == (2, 1)
     assert (second.num_tokens, second.num_sequences, second.num_loss_tokens) == (0, 0, 0)
 
 
 def test_shuffling_uses_every_row_once_per_epoch_and_repeats_with_the_seed() -> None:
     options = MiniBatchOptions(2, epochs=3, shuffle=True, seed=5)
-    plan = plan_mini_batches(make_batch([1] * 8), options)
+    plan = plan_mini_batches(*make_masks([1] * 8), options)
     for epoch in range(3):
         rows = sorted(row for mini in plan[4 * epoch : 4 * epoch + 4] for row in mini.rows)
         assert rows == list(range(8))
-    assert plan == plan_mini_batches(make_batch([1] * 8), options)
+    assert plan == plan_mini_batches(*make_masks([1] * 8), options)
     assert plan[:4] != plan[4:8]
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 3 rows"):
-        plan_mini_batches(make_batch([1] * 4), MiniBatchOptions(3, epochs=1, shuffle=False, seed=0))
+        plan_mini_batches(*make_masks([1] * 4), MiniBatchOptions(3, epochs=1, shuffle=False, seed=0))

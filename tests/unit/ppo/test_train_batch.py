@@ -50,7 +50,8 @@ def test_scores_lie_on_the_last_token_of_the_mask() -> None:
 
 def test_without_correction_everything_is_kept_and_unweighted() -> None:
     rollouts, evaluations = make_rollouts()
-    batch, _ = build_train_batch(rollouts, SCORES, evaluations, algorithm())
+    step = build_train_batch(rollouts, SCORES, evaluations, algorithm(), kl_coef=0.0)
+    batch = step.batch
     assert batch.rollout_is_weights is None
     assert torch.equal(batch.loss_mask, batch.response_mask)
     assert batch.advantages[:, 0].tolist() == [0.5, -0.5, 0.0, 0.0]
@@ -59,7 +60,8 @@ def test_without_correction_everything_is_kept_and_unweighted() -> None:
 def test_rejecting_the_last_token_loses_no_reward() -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-2.0)
     rule = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
-    batch, _ = build_train_batch(rollouts, SCORES, evaluations, algorithm(**rule))
+    step = build_train_batch(rollouts, SCORES, evaluations, algorithm(**rule), kl_coef=0.0)
+    batch = step.batch
     assert batch.loss_mask[0].tolist() == [True, True, False]
     assert torch.equal(batch.response_mask, rollouts.response_mask)
     assert batch.advantages[0].tolist() == [0.5, 0.5, 0.5]
@@ -69,14 +71,17 @@ def test_rejecting_the_last_token_loses_no_reward() -> None:
 def test_a_rejected_row_in_its_groups_baseline(baseline: str, other_advantage: float) -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-2.0)
     rule = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0", "rejected_in_group_baseline": baseline}
-    batch, _ = build_train_batch(rollouts, SCORES, evaluations, algorithm(**rule))
+    step = build_train_batch(rollouts, SCORES, evaluations, algorithm(**rule), kl_coef=0.0)
+    batch = step.batch
     assert not batch.loss_mask[0].any()
     assert float(batch.advantages[1, 0]) == other_advantage
 
 
 def test_sequence_weights_are_products_of_token_ratios() -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
-    batch, correction = build_train_batch(rollouts, SCORES, evaluations, algorithm(rollout_is="sequence"))
+    step = build_train_batch(rollouts, SCORES, evaluations, algorithm(rollout_is="sequence"), kl_coef=0.0)
+    batch, correction = step.batch, step.correction
+    assert correction is not None
     assert batch.rollout_is_weights is not None
     torch.testing.assert_close(batch.rollout_is_weights[0], torch.full((3,), 0.60653067))
     assert correction.metrics()["rollout_corr/kl"] == pytest.approx(0.5 / 9)

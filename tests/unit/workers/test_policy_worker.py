@@ -14,6 +14,7 @@ from verl_rc.losses import AGGREGATION_MODES
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.forward import ForwardOptions
+from verl_rc.workers.orders import UpdateOrder
 from verl_rc.workers.policy_worker import PolicyWorker
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
@@ -34,9 +35,9 @@ def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[int]]) -> torch.Tensor:
     kept = batch.response_mask.sum(-1)
     share = MiniBatchShare(micro_batches, int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
-    worker.accumulate_gradients(batch, share, ObjectiveTotals(num_updates=1))
-    flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.parameters()]).double()  # type: ignore[union-attr]
-    worker.optimizer.zero_grad()
+    worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction=None)
+    flat = torch.cat([p.grad.full_tensor().flatten() for p in worker.model.module.parameters()]).double()  # type: ignore[union-attr]
+    worker.model.discard_gradients()
     return flat
 
 
@@ -86,10 +87,11 @@ def test_a_planted_fault_is_seen(worker: PolicyWorker) -> None:
 
 def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS)
-    before = torch.cat([p.full_tensor().flatten() for p in worker.model.parameters()]).clone()  # type: ignore[attr-defined]
+    before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
-    records = worker.update(batch, [MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)])
-    after = torch.cat([p.full_tensor().flatten() for p in worker.model.parameters()])  # type: ignore[attr-defined]
+    order = UpdateOrder(0, [MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)])
+    records = worker.update(batch, order).metrics
+    after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
     clipped = {record.name: record for record in records}["actor/pg_clipfrac"]
     assert clipped.weight == kept
@@ -98,8 +100,10 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
 
 def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
-    before = torch.cat([p.full_tensor().flatten() for p in worker.model.parameters()]).clone()  # type: ignore[attr-defined]
-    records = {r.name: r.value for r in worker.update(batch, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)])}
-    after = torch.cat([p.full_tensor().flatten() for p in worker.model.parameters()])  # type: ignore[attr-defined]
+    before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
+    report = worker.update(batch, UpdateOrder(0, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)]))
+    records = {record.name: record.value for record in report.metrics}
+    after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert torch.equal(before, after)
+    assert report.kept_tokens == [0]
     assert records["rollout_corr/skipped_updates"] == 1

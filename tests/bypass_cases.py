@@ -1,0 +1,49 @@
+"""The golden bypass losses as batches and configurations of this project."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.data.batches import TokenBatch, TrainBatch
+
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "bypass_losses.json").read_text())["cases"]
+
+
+def case_id(case: dict[str, Any]) -> str:
+    config = case["config"]
+    return f"{case['preset'] or config['loss_type']}-{config['rollout_rs']}-{case['loss_agg_mode']}"
+
+
+def case_config(case: dict[str, Any]) -> RolloutCorrectionConfig:
+    """The case's correction; without a rule nothing is rejected, and both denominators are the same."""
+    fields = dict(case["config"])
+    if fields["rollout_rs"] is not None:
+        fields["rejection_denominator"] = case["rejection_denominator"]
+    return RolloutCorrectionConfig.model_validate(fields)
+
+
+def case_batch(case: dict[str, Any]) -> TrainBatch:
+    """The case's numbers; the masks may have holes, so lengths are those of the widest row."""
+    mask = torch.tensor(case["response_mask"]).bool()
+    rows, width = mask.shape
+    rollout_log_probs, advantages = torch.tensor(case["rollout_log_probs"]), torch.tensor(case["advantages"])
+    tokens = TokenBatch(
+        prompts=torch.ones(rows, 1, dtype=torch.int64),
+        prompt_lengths=torch.ones(rows, dtype=torch.int64),
+        responses=torch.ones(rows, width, dtype=torch.int64),
+        response_lengths=torch.full((rows,), width),
+        batch_size=[rows],
+    )
+    return TrainBatch(
+        tokens=tokens,
+        response_mask=mask,
+        loss_mask=mask,
+        old_log_probs=rollout_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        advantages=advantages,
+        returns=advantages,
+        batch_size=[rows],
+    )

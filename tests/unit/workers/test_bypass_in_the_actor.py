@@ -1,0 +1,86 @@
+"""The golden bypass losses through the actor's own update code, cut into micro-batches."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bypass_cases import CASES, case_batch, case_config, case_id
+from small_models import free_port, small_run_config
+
+from verl_rc.data.batches import TokenScores, TrainBatch
+from verl_rc.distributed.mesh import RankAddress
+from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.weight_sync.proof import SyncProofError
+from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.orders import UpdateOrder
+from verl_rc.workers.policy_worker import PolicyWorker
+
+
+class TablePolicy(PolicyWorker):
+    """An actor whose current log-probs are a table: a row's number is its first prompt token."""
+
+    table: torch.Tensor
+
+    def score(self, part: TrainBatch) -> TokenScores:
+        return TokenScores(self.table[part.tokens.prompts[:, 0]], None)
+
+
+@pytest.fixture(scope="module")
+def worker(model_folder: Path) -> Iterator[TablePolicy]:
+    worker = TablePolicy(small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=1)
+    yield worker
+    worker.close()
+
+
+def numbered_batch(case: dict[str, Any]) -> TrainBatch:
+    batch = case_batch(case)
+    batch.tokens.prompts[:, 0] = torch.arange(batch.batch_size[0])
+    return batch
+
+
+@pytest.mark.parametrize("micro_batches", [[[0, 1, 2, 3, 4, 5]], [[3, 0], [5], [1, 2, 4], []]], ids=["whole", "in_parts"])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_golden_gradient_and_metrics(worker: TablePolicy, case: dict[str, Any], micro_batches: list[list[int]]) -> None:
+    batch, expected = numbered_batch(case), case["expected"]
+    worker._correction = case_config(case)
+    worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
+    worker.table = torch.tensor(case["log_probs"]).requires_grad_()
+    correction = ActorCorrection(worker._correction, worker._mesh, policy_version=0)
+    counted = batch.response_mask.sum(-1)
+    share = MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
+    kept = worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
+    torch.testing.assert_close(worker.table.grad, torch.tensor(expected["grad"]), rtol=1e-5, atol=1e-7)
+    assert kept == int((torch.tensor(expected["keep_mask"]).bool() & batch.response_mask).sum())
+    metrics = correction.statistics().metrics(worker._correction)
+    for name, value in expected["metrics"].items():
+        if name.startswith("rollout_corr/"):
+            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+
+
+def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: TablePolicy) -> None:
+    case = CASES[0]
+    batch = numbered_batch(case)
+    worker._correction = case_config(case)
+    worker.table = torch.tensor(case["log_probs"]).requires_grad_()
+    before = [parameter.full_tensor().clone() for parameter in worker.model.module.parameters()]
+    counted = batch.response_mask.sum(-1)
+    share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
+    with pytest.raises(SyncProofError, match="this step's rollouts"):
+        worker.update(batch, UpdateOrder(0, [share], gap_limit=1e-3))
+    after = [parameter.full_tensor() for parameter in worker.model.module.parameters()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -> None:
+    case = next(case for case in CASES if case["config"]["rollout_rs"] == "seq_mean_k1")
+    batch = numbered_batch(case)
+    worker._correction = case_config(case)
+    worker.table = torch.tensor(case["log_probs"]).add(3.0).requires_grad_()
+    counted = batch.response_mask.sum(-1)
+    share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
+    report = worker.update(batch, UpdateOrder(0, [share]))
+    assert report.kept_tokens == [0]
+    assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1

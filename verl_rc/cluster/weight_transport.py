@@ -1,0 +1,81 @@
+"""The two ways weights take from the actor to the engines, as seen by the driver."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.placement import Placement
+from verl_rc.cluster.remote import wait_for_all
+from verl_rc.cluster.trainer_groups import ActorGroup
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.run import RunConfig
+from verl_rc.weight_sync.sender import SendReceipt
+from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_ranks
+from verl_rc.weight_sync.transfer_group import TransferAddress
+
+Receipts = Sequence[Sequence[dict[str, Any]]]
+"""For each engine, one receipt per worker."""
+
+
+class WeightTransport(Protocol):
+    """Takes the actor's current weights to every engine."""
+
+    def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
+        """Deliver them as ``version``; what was sent and what was received are for ``check_receipts`` to compare."""
+
+
+class Broadcast:
+    """Rank 0 of the actor broadcasts over a process group of its own: gloo, or NCCL between GPUs."""
+
+    def __init__(self, actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> None:
+        """Open the group between the sender and every engine worker."""
+        rollout = config.actor_rollout_ref.rollout
+        workers = rollout.tensor_model_parallel_size
+        host, port = actor.free_address()
+        host = "127.0.0.1" if placement.one_node else host
+        address = TransferAddress(host, port, 1 + engines.num_engines * workers)
+        joining = actor.join_transfer(address) + engines.join_transfer(address, workers)
+        wait_for_all(joining, config.trainer.ready_timeout_seconds)
+        self._actor, self._engines = actor, engines
+        self._manifest = actor.manifest()
+        self._bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+
+    def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
+        """See ``WeightTransport``."""
+        receiving = self._engines.receive_weights(self._manifest, self._bucket_bytes, version)
+        sending = self._actor.send_weights()
+        answers = wait_for_all(sending + receiving)
+        return answers[0], answers[len(sending) :]
+
+
+class LentMemory:
+    """Every rank lends one bucket after the other to the engine worker on its own device, which copies it."""
+
+    def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
+        """Find out which ranks lie beside engine workers. Raises ``ConfigError`` when a worker has no rank on its device."""
+        try:
+            self._offers = choose_offering_ranks(actor.device_keys(), engines.device_keys())
+        except ValueError as error:
+            raise ConfigError(f"{error} Pass actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast.") from error
+        self._actor, self._engines = actor, engines
+        self._num_buckets = actor.num_buckets()
+
+    def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
+        """See ``WeightTransport``."""
+        wait_for_all(self._engines.begin_update())
+        try:
+            for index in range(self._num_buckets):
+                handles = wait_for_all(self._actor.offer_bucket(index, self._offers))
+                wait_for_all(self._engines.load_bucket(BucketHandle.merged(handles)))
+        finally:
+            sent = wait_for_all(self._actor.release_bucket())[0]
+        return sent, wait_for_all(self._engines.finish_update(version))
+
+
+def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> WeightTransport:
+    """The way that ``checkpoint_engine.backend`` names; ``auto`` lends memory where trainer and engines share GPUs."""
+    backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
+    shares_gpus = placement.shares_devices and placement.device == "cuda"
+    if backend == "ipc" or (backend == "auto" and shares_gpus):
+        return LentMemory(actor, engines)
+    return Broadcast(actor, engines, placement, config)

@@ -1,0 +1,97 @@
+"""Writing a run down every so often, and going on with one."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, check_same_model, shards_problem
+from verl_rc.cluster.remote import wait_for_all
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.run import RunConfig
+from verl_rc.driver.announce import say
+from verl_rc.driver.run import Run
+from verl_rc.driver.step_record import StepRecord
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that a run goes on from."""
+
+    folder: Path
+    state: RunState
+
+
+def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Resumed | None]:
+    """The run's checkpoints, and the one to go on from as ``trainer.resume_mode`` says; None: start anew.
+
+    Raises ``ConfigError`` when there is none that fits this run.
+    """
+    trainer = config.trainer
+    store = CheckpointStore(run_folder, trainer.max_actor_ckpt_to_keep)
+    try:
+        folder, messages = store.choose(
+            trainer.resume_mode, trainer.resume_from_path, lambda folder: _problem(folder, config)
+        )
+        for message in messages:
+            say("%s", message)
+        if folder is None:
+            return store, None
+        state = RunState.load(folder)
+        check_same_model(state.config, config.model_dump(mode="json"))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    say("going on from %s: %d steps are done", folder, state.step)
+    return store, Resumed(folder, state)
+
+
+def _problem(folder: Path, config: RunConfig) -> str | None:
+    """Why a checkpoint cannot be used, if it cannot."""
+    try:
+        RunState.load(folder)
+    except CheckpointError as error:
+        return str(error)
+    problem = shards_problem(folder / "actor")
+    if problem is None and config.needs_critic:
+        problem = shards_problem(folder / "critic")
+    return problem
+
+
+def restore(run: Run, resumed: Resumed) -> None:
+    """Set everything in the driver as it was; models and data have been loaded before."""
+    state, progress = resumed.state, run.progress
+    progress.step = state.step
+    if state.kl_coef is not None:
+        progress.kl_controller = replace(progress.kl_controller, kl_coef=state.kl_coef)
+    run.skipped_updates.in_a_row = state.skipped_in_a_row
+    run.gap_monitor.calibrated = state.gap_limits["rollouts"]
+    run.canary_monitor.calibrated = state.gap_limits["canary"]
+
+
+def write(run: Run, step: int, record: StepRecord) -> None:
+    """Write a checkpoint of the step beside its place, when one is due; ``commit`` puts it there."""
+    if not run.is_due(run.config.trainer.save_freq, step):
+        return
+    with record.stage("save_checkpoint"):
+        folder = run.checkpoints.begin(step).resolve()
+        learners = [run.actor] if run.critic is None else [run.actor, run.critic]
+        pending = [pending for group in learners for pending in group.save(folder / group.role)]
+        _state_after(run, step).save(folder)
+        wait_for_all(pending)
+
+
+def commit(run: Run, step: int) -> None:
+    """Make the step's checkpoint count, now that its metrics are written too: a crash before this repeats the step."""
+    if run.is_due(run.config.trainer.save_freq, step):
+        run.checkpoints.commit(step)
+
+
+def _state_after(run: Run, step: int) -> RunState:
+    return RunState(
+        step=step,
+        loader=run.loader.state_dict(),
+        kl_coef=run.progress.kl_controller.kl_coef if run.config.algorithm.use_kl_in_reward else None,
+        gap_limits={"rollouts": run.gap_monitor.calibrated, "canary": run.canary_monitor.calibrated},
+        skipped_in_a_row=run.skipped_updates.in_a_row,
+        tracker_run_id=run.tracker.run_id,
+        num_ranks=run.actor.num_ranks,
+        config=run.config.model_dump(mode="json"),
+    )

@@ -1,0 +1,60 @@
+"""Publishing the actor's weights to the engines, and proving that they hold them."""
+
+from verl_rc.cluster.remote import wait_for_all
+from verl_rc.driver import stages
+from verl_rc.driver.limits import log_prob_limit
+from verl_rc.driver.run import Run
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.rollout.collect import check_versions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.weight_sync.proof import LogProbGap, check_receipts
+
+
+def publish(run: Run, version: int, record: StepRecord) -> None:
+    """Send the current weights to every engine as ``version`` and prove that they arrived."""
+    with record.stage("update_weights"):
+        wait_for_all(run.engines.wake_up("weights"))
+        sent, received = run.transport.deliver(version)
+        check_receipts(run.manifest, sent, received, version)
+        wait_for_all(run.engines.wake_up("kv_cache"))
+    record.add({"sync/bytes": float(run.manifest.num_bytes), "sync/tensors": float(len(run.manifest.tensors))})
+    canary_freq = run.config.actor_rollout_ref.rollout.sync_proof.canary_freq
+    is_first = version == run.progress.step  # of this process: a step counts as done only after its update is published
+    if is_first or (canary_freq > 0 and version % canary_freq == 0):
+        with record.stage("sync_canary"):
+            check_canary(run, version, record)
+
+
+def check_canary(run: Run, version: int, record: StepRecord) -> None:
+    """Compare log-probs of freshly generated tokens behind a cached prefix, engine by engine, with the trainer's.
+
+    The prompts are longer than a block of the engine's cache, so an engine that kept blocks of older weights is
+    found out; log-probs of *prompt* tokens would bypass that cache and prove nothing about it.
+    """
+    rollout = run.config.actor_rollout_ref.rollout
+    requests = canary_requests(run)
+    options = SamplingOptions.for_training(rollout, run.stop_token_ids).replaced(
+        max_tokens=rollout.sync_proof.canary_max_tokens, ignore_eos=True
+    )
+    largest = 0.0
+    for engine, completions in enumerate(run.engines.generate_on_each(requests, options)):
+        rollouts = stages.as_rollouts(run, requests, completions, list(range(len(requests))))
+        check_versions(rollouts, expected_version=version)
+        scores = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config))
+        gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        run.canary_monitor.check(gap, f"canary tokens of rollout engine {engine} at weight version {version}")
+        largest = max(largest, gap.maximum)
+    record.add({"sync/canary_max_gap": largest})
+
+
+def canary_requests(run: Run) -> list[GenerationRequest]:
+    """Fixed prompts that share one prefix longer than a cache block, as far as the engine's length limit allows."""
+    proof = run.config.actor_rollout_ref.rollout.sync_proof
+    room = run.max_model_len - min(proof.canary_max_tokens, run.config.data.max_response_length)
+    length = max(1, min(run.block_size + 8, room))
+    tokens = [token for row in run.validation_rows for token in row.prompt_token_ids]
+    prefix = (tokens * (length // len(tokens) + 1))[: length - 1]
+    last = sorted(set(tokens))
+    return [
+        GenerationRequest([*prefix, last[index % len(last)]], seed=index) for index in range(proof.canary_num_prompts)
+    ]

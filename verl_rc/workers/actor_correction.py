@@ -1,0 +1,95 @@
+"""Bypass mode in the actor: what rollout correction knows about a mini-batch over all micro-batches and ranks."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction import CorrectionStatistics, require_finite
+from verl_rc.data.batches import TrainBatch
+from verl_rc.distributed.collectives import all_reduce_max, all_reduce_sum
+from verl_rc.distributed.mesh import DeviceMesh
+from verl_rc.ppo.bypass import MiniBatchCounts, correct_current, kept_counts, measure_current, needs_statistics_first
+from verl_rc.weight_sync.proof import LogProbGap
+
+CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
+"""Rows of a micro-batch to the rows themselves and their current log-probs ``[B, R]``, without gradient."""
+
+
+class ActorCorrection:
+    """Corrects one mini-batch after the other and keeps the statistics of them all."""
+
+    def __init__(self, config: RolloutCorrectionConfig, mesh: DeviceMesh, policy_version: int) -> None:
+        """``mesh``: the data-parallel ranks that share every mini-batch; token ages count from ``policy_version``."""
+        self._config = config
+        self._mesh = mesh
+        self._policy_version = policy_version
+        self._whole: CorrectionStatistics | None = None
+        self._seen: CorrectionStatistics | None = None
+        self._all: CorrectionStatistics | None = None
+        self._gap = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        self.statistics_seconds = 0.0
+        """Seconds spent on passes without gradient that only served statistics."""
+
+    def look_ahead(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
+        """Where the loss depends on the whole mini-batch: a pass without gradient. Returns what the loss is divided by, or None
+        where the counts are known without it. Collective."""
+        self._seen = self._whole = None
+        if not needs_statistics_first(self._config):
+            return None
+        started = time.perf_counter()
+        parts: CorrectionStatistics | None = None
+        for rows in micro_batches:
+            batch, log_probs = current(rows)
+            found = measure_current(batch, log_probs, self._config, self._policy_version)
+            parts = found if parts is None else parts.merge(found)
+        assert parts is not None
+        self._whole = self._over_ranks(parts)
+        self.statistics_seconds += time.perf_counter() - started
+        return kept_counts(self._whole) if self._config.rejection_denominator == "kept" else None
+
+    def correct(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
+        """The micro-batch with weights and ``loss_mask`` as its current log-probs ``[B, R]`` demand."""
+        log_probs = log_probs.detach()
+        found = measure_current(batch, log_probs, self._config, self._policy_version)
+        self._seen = found if self._seen is None else self._seen.merge(found)
+        self._add_gap(batch, log_probs)
+        return correct_current(batch, log_probs, self._config, self._whole or found)
+
+    def finish(self) -> int:
+        """End a mini-batch; returns the tokens kept of it over all ranks. Collective.
+
+        Raises ``NonFiniteLogProbError`` when too many of its log-probs are not finite.
+        """
+        assert self._seen is not None
+        whole = self._over_ranks(self._seen)
+        require_finite(whole.metrics(self._config), self._config)
+        self._all = whole if self._all is None else self._all.merge(whole)
+        return kept_counts(whole).num_tokens
+
+    def gap(self) -> LogProbGap:
+        """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks. Collective."""
+        sums, largest = (part.clone() for part in self._gap)
+        total, count = all_reduce_sum(sums, self._mesh).tolist()
+        return LogProbGap(total / count if count else 0.0, float(all_reduce_max(largest, self._mesh)))
+
+    def statistics(self) -> CorrectionStatistics:
+        """Of all mini-batches and ranks, on the CPU."""
+        assert self._all is not None
+        return self._all.with_tensors(self._all.sums.cpu(), self._all.maxima.cpu(), self._all.histogram.cpu())
+
+    def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:
+        added, maxima = statistics.to_vectors()
+        return statistics.with_vectors(
+            all_reduce_sum(added.clone(), self._mesh), all_reduce_max(maxima.clone(), self._mesh)
+        )
+
+    def _add_gap(self, batch: TrainBatch, log_probs: Tensor) -> None:
+        gap = (log_probs - batch.rollout_log_probs).abs()[batch.response_mask].double()
+        gap = gap[torch.isfinite(gap)]
+        if gap.numel():
+            sums, largest = self._gap
+            found = torch.stack([gap.sum(), gap.new_tensor(gap.numel())])
+            self._gap = sums.to(gap.device) + found, torch.maximum(largest.to(gap.device), gap.max()[None])

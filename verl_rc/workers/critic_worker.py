@@ -1,0 +1,86 @@
+"""One rank of the critic: computes values and learns them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import CriticBatch, TokenBatch
+from verl_rc.distributed.mesh import RankAddress, join_trainer_group, leave_trainer_group, trainer_device
+from verl_rc.losses import Aggregation
+from verl_rc.metrics import Metric, Reduction
+from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.ppo.objective import Objective, value_objective
+from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.workers.forward import score_values
+from verl_rc.workers.language_model import load_value_model
+from verl_rc.workers.rows import accumulate_gradients, score_rows, take_rows
+from verl_rc.workers.sharded_model import Learning, ShardedModel, torch_dtype
+
+
+class CriticWorker:
+    """The critic's model on one rank: FSDP2 shards, fp32 master weights, AdamW."""
+
+    def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
+        """Join the critic's group, load the model and shard it. ``total_steps`` bounds the learning-rate schedule."""
+        self._config, model = config.critic, config.critic.model
+        self._address = address
+        self._device = trainer_device(config.trainer.device)
+        mesh = join_trainer_group(address, self._device)
+        module = load_value_model(
+            str(model.path),
+            torch_dtype(self._config.fsdp_config.model_dtype),
+            bool(model.enable_gradient_checkpointing),
+            bool(model.trust_remote_code),
+        )
+        self.model = ShardedModel(module, mesh, self._config.fsdp_config, Learning(self._config.optim, total_steps))
+        self._loss_scale_factor = float(config.data.max_response_length)
+
+    def compute_values(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Values ``[B, R]`` before the given rows' response tokens, without gradient."""
+        with self.model.in_use() as module:
+            module.eval()
+            return score_rows(tokens, micro_batches, lambda part: [self._values(part)], self._device)
+
+    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatchShare]) -> list[Metric]:
+        """One optimizer step per mini-batch; returns the critic's metrics, to be reduced over ranks."""
+        totals = ObjectiveTotals("critic", len(mini_batches))
+        with self.model.in_use(with_optimizer=True) as module:
+            module.train()
+            for share in mini_batches:
+                if share.num_loss_tokens:
+                    self.accumulate(batch, share, totals)
+                    totals.add_grad_norm(self.model.step())
+        learning_rate = Metric("critic/lr", self.model.advance_schedule(), Reduction.LAST)
+        return [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)]
+
+    def accumulate(self, batch: CriticBatch, share: MiniBatchShare, totals: ObjectiveTotals) -> None:
+        """Gradients of one mini-batch."""
+        aggregation = Aggregation(
+            str(self._config.loss_agg_mode),
+            num_tokens=share.num_tokens,
+            num_sequences=share.num_sequences,
+            loss_scale_factor=self._loss_scale_factor,
+        )
+
+        def objective_of(rows: Sequence[int]) -> Objective:
+            part = take_rows(batch, rows, self._device)
+            return value_objective(self._values(part.tokens), part, self._config, aggregation)
+
+        accumulate_gradients(self.model, share.micro_batches, objective_of, self._address.world_size, totals)
+
+    def _values(self, tokens: TokenBatch) -> Tensor:
+        return score_values(self.model.module, tokens, bool(self._config.model.use_remove_padding))
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint; collective."""
+        self.model.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint; collective."""
+        self.model.load(folder)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        leave_trainer_group()

@@ -1,0 +1,88 @@
+"""LoRA adapters in the actor: adding them, switching them off, and merging them into the weights that engines get."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from verl_rc.config.model import ModelConfig
+from verl_rc.weight_sync.sender import ModelWeights
+
+_ADAPTER = "default"
+
+
+def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
+    """The model with trainable adapters (arXiv:2106.09685) beside frozen weights; itself when ``lora_rank`` is 0.
+
+    An adapter starts at zero, so that the first policy is the model's own. Raises ``ValueError`` when the targets match nothing.
+    """
+    if config.lora_rank == 0:
+        return model
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=config.target_modules,
+        exclude_modules=config.exclude_modules,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted: nn.Module = get_peft_model(model, lora)  # type: ignore[arg-type]
+    except ValueError as error:
+        linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+        raise ValueError(
+            f"actor_rollout_ref.model.target_modules must match modules of the model, got {config.target_modules!r} "
+            f"(without exclude_modules={config.exclude_modules!r}). Its linear layers are {', '.join(linear)}; all-linear takes "
+            f"all of them. ({error})"
+        ) from error
+    return adapted
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Run as the model was before training: the reference policy."""
+    peft: Any = model
+    with peft.disable_adapter():
+        yield
+
+
+class MergedWeights:
+    """The weights of an adapted model as engines know them: adapters merged in, names as if there were none."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+        """Find weights and adapters of ``model``, which ``add_adapters`` made."""
+        names = [name for name, _ in model.named_parameters()]
+        self._here = ModelWeights(model)
+        self._scale = config.lora_alpha / config.lora_rank
+        self._weights = {_plain(name): name for name in names if ".lora_" not in name}
+        self._adapters: dict[str, tuple[str, str]] = {}
+        for name in names:
+            owner, is_first_factor, _ = name.partition(f".lora_A.{_ADAPTER}.")
+            if is_first_factor:
+                self._adapters[_plain(f"{owner}.weight")] = (name, name.replace(".lora_A.", ".lora_B."))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._here.device
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every weight's name and shape, in the model's order."""
+        shapes = self._here.shapes()
+        return {plain: shapes[name] for plain, name in self._weights.items()}
+
+    def gather(self, name: str) -> Tensor:
+        """The whole weight, ``W + lora_alpha / lora_rank * B @ A`` in fp32 where it has an adapter; collective."""
+        weight = self._here.gather(self._weights[name])
+        if name not in self._adapters:
+            return weight
+        first, second = (self._here.gather(factor).float() for factor in self._adapters[name])
+        return weight.float() + self._scale * (second @ first)
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without the layers that PEFT adds."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

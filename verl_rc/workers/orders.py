@@ -1,0 +1,34 @@
+"""What the driver asks of the actor's ranks for the updates of a step, and what they report."""
+
+from dataclasses import dataclass, field
+
+from verl_rc.correction import CorrectionStatistics
+from verl_rc.metrics import Metric
+from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.weight_sync.proof import LogProbGap
+
+
+@dataclass(frozen=True)
+class UpdateOrder:
+    """One rank's part in the updates of a step."""
+
+    policy_version: int
+    """Version of the weights before the first update."""
+    mini_batches: list[MiniBatchShare] = field(default_factory=list)
+    """The rank's share of each mini-batch, in the order they are trained on."""
+    gap_limit: float | None = None
+    """Bypass mode: largest mean |current - rollout log-prob| of the first mini-batch, nats; None: no limit."""
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one rank tells about the updates of a step."""
+
+    metrics: list[Metric]
+    """To be reduced over ranks."""
+    kept_tokens: list[int]
+    """Tokens that entered the loss of each mini-batch, over all ranks; 0: it was skipped."""
+    correction: CorrectionStatistics | None = None
+    """Bypass mode: rollout correction over all mini-batches and ranks."""
+    gap: LogProbGap | None = None
+    """Bypass mode: gap of the first mini-batch, before any update."""

@@ -1,0 +1,137 @@
+"""A model on one rank: FSDP2 shards; for one that learns also AdamW and its schedule; in host memory while it rests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl_rc.checkpoint import load_shards, resume_schedule, save_shards, schedule_state
+from verl_rc.config.actor import FsdpConfig, OptimConfig
+from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
+from verl_rc.distributed.mesh import DeviceMesh
+from verl_rc.workers.optimizer import build_optimizer, build_scheduler
+
+TORCH_DTYPES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
+"""Names of precisions in configurations, and torch's."""
+
+
+@dataclass(frozen=True)
+class Learning:
+    """How a model learns."""
+
+    optim: OptimConfig
+    total_steps: int
+    """Training steps of the run, which bound the learning-rate schedule."""
+
+
+class ShardedModel:
+    """Fp32 master weights in FSDP2 shards. What acts on the weights runs inside ``in_use``."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: Learning | None) -> None:
+        """Shard ``module`` over ``mesh``; without ``learning`` it is frozen."""
+        self._device = torch.device(mesh.device_type)
+        self._fsdp = fsdp
+        self._shards = shard_model(
+            module.to(self._device), mesh, torch_dtype(fsdp.dtype), reshard_after_forward=fsdp.reshard_after_forward
+        )
+        self.module = module
+        """The same module as the shards, seen as a model."""
+        self.optimizer: AdamW | None = None
+        self._scheduler: LambdaLR | None = None
+        self._clip_grad = 0.0
+        if learning is None:
+            module.requires_grad_(False)
+        else:
+            self.optimizer = build_optimizer(module.parameters(), learning.optim)
+            self._scheduler = build_scheduler(self.optimizer, learning.optim, learning.total_steps)
+            self._clip_grad = learning.optim.clip_grad
+        self._rest()
+
+    @contextmanager
+    def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
+        """Weights (and moments) are on the device inside, and back in host memory after, as ``*_offload`` say."""
+        if self._device.type != "cpu":
+            if self._fsdp.param_offload:
+                self.module.to(self._device)
+            if with_optimizer and self._fsdp.optimizer_offload:
+                self._move_moments(self._device)
+        try:
+            yield self.module
+        finally:
+            self._rest()
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the next backward meets the other ranks' gradients."""
+        self._shards.set_requires_gradient_sync(enabled)
+
+    def step(self) -> float:
+        """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before clipping."""
+        assert self.optimizer is not None
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
+        grad_norm = float(gather_full_tensor(norm))
+        if torch.isfinite(torch.tensor(grad_norm)):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return grad_norm
+
+    def discard_gradients(self) -> None:
+        """Forget what was accumulated."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+
+    def advance_schedule(self) -> float:
+        """End a training step; returns the learning rate it had."""
+        assert self._scheduler is not None
+        rate = float(self._scheduler.get_last_lr()[0])
+        self._scheduler.step()
+        return rate
+
+    def save(self, folder: Path) -> None:
+        """Write shards, moments and schedule below ``folder``; collective."""
+        assert self._scheduler is not None
+        adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
+        with self.in_use(with_optimizer=True):
+            save_shards(folder, self.module, self.optimizer, {"schedule": schedule_state(self._scheduler)}, adapters_only)
+
+    def load(self, folder: Path) -> None:
+        """Go on from ``save``, by any number of ranks; collective. Raises ``CheckpointError`` when it does not fit."""
+        with self.in_use(with_optimizer=True):
+            extra = load_shards(folder, self.module, self.optimizer)
+        assert self._scheduler is not None
+        resume_schedule(self._scheduler, extra["schedule"])
+
+    def _rest(self) -> None:
+        if self._device.type == "cpu":
+            return
+        if self._fsdp.param_offload:
+            self.module.to("cpu")
+        if self._fsdp.optimizer_offload:
+            self._move_moments(torch.device("cpu"))
+        if self._fsdp.param_offload or self._fsdp.optimizer_offload:
+            torch.cuda.empty_cache()
+
+    def _move_moments(self, device: torch.device) -> None:
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = value.to(device, non_blocking=True)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a precision's name in the configuration."""
+    dtype: torch.dtype = getattr(torch, TORCH_DTYPES[name])
+    return dtype
+
