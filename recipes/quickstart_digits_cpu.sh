@@ -7,9 +7,9 @@
 # scripts/quickstart.sh makes the model and the data and then calls this recipe; further arguments are passed on.
 set -euo pipefail
 
-model_path=${MODEL_PATH:-runs/quickstart/sft_model}
-data_dir=${DATA_DIR:-runs/quickstart/data}
-run_dir=${RUN_DIR:-runs/quickstart/rl}
+model_path=${MODEL_PATH:-${RUN_ROOT:-runs/quickstart}/sft_model}
+data_dir=${DATA_DIR:-${RUN_ROOT:-runs/quickstart}/data}
+run_dir=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl}
 seed=${SEED:-1}
 
 prompts_per_step=32

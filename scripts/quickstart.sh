@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # From nothing to a trained model on a CPU: install, make a tiny model and a task, warm-start with SFT, train with RL.
-# Usage: bash scripts/quickstart.sh [override ...]      (overrides go to the RL run; SEED=2 chooses another seed)
+# Usage: bash scripts/quickstart.sh [override ...]      (overrides go to the RL run; SEED=2 chooses another seed,
+# RECIPE=recipes/digits_cpu_gae.sh another way of training)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 seed=${SEED:-1}
 out=${RUN_ROOT:-runs/quickstart}
-export SEED=$seed MODEL_PATH="$out/sft_model" DATA_DIR="$out/data" RUN_DIR="$out/rl" PYTHON="$root/.venv/bin/python"
+export SEED=$seed RUN_ROOT=$out MODEL_PATH="$out/sft_model" DATA_DIR="$out/data" PYTHON="$root/.venv/bin/python"
 
 echo "[1/4] installing into .venv (skipped when current)"
 bash scripts/install.sh cpu
@@ -21,4 +22,4 @@ echo "[3/4] warm start with SFT"
     data.val_files="$DATA_DIR/sft_val.parquet" trainer.output_dir="$MODEL_PATH" trainer.seed="$seed" trainer.stop_at_accuracy=0.2
 
 echo "[4/4] training with rollout correction"
-bash recipes/quickstart_digits_cpu.sh "$@"
+bash "${RECIPE:-recipes/quickstart_digits_cpu.sh}" "$@"

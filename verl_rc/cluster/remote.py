@@ -14,6 +14,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 class RemoteError(RuntimeError):
     """A remote process failed; the message ends with its traceback."""
 
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        """``cause``: what was raised in the process, where it was raised by code and did not kill the process."""
+        super().__init__(message)
+        self.cause = cause
+
 
 @ray.remote
 class _Process:
@@ -115,6 +120,7 @@ def _result_of(item: Pending) -> Any:
         result, item.busy_seconds = ray.get(item.reference)
         return result
     except RayTaskError as error:
-        raise RemoteError(f"{item.who} failed to {item.what}:\n{error.traceback_str.strip()}") from None
+        # Ray raises a class of its own that inherits from the cause's; only its text and its cause are there.
+        raise RemoteError(f"{item.who} failed to {item.what}:\n{str(error).strip()}", error.cause) from None
     except (RayActorError, GetTimeoutError, RayError) as error:
         raise RemoteError(f"{item.who} died while it was to {item.what}: {error}") from None

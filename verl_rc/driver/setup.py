@@ -12,7 +12,7 @@ from verl_rc.advantage import KLController
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.cluster.remote import wait_for_all
+from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
@@ -64,9 +64,9 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         for group in groups:
             stack.callback(group.close)
         if resumed is not None:
-            with announced(f"checkpoint {resumed.folder}"):
+            with announced(f"checkpoint {resumed.folder}"), _mistakes_are_the_users():
                 wait_for_all([pending for group in learners for pending in group.load(resumed.folder / group.role)])
-        with announced(f"{engines.num_engines} vLLM engine(s): import and model"):
+        with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
             wait_for_all(building_engines, config.trainer.ready_timeout_seconds)
         with announced("the way weights take"):
             transport = open_transport(actor, engines, placement, config)
@@ -113,7 +113,7 @@ def _build_ranks(groups: Sequence[RankGroup], config: RunConfig, total_steps: in
     """Models of all roles, loaded and sharded."""
     building = [pending for group in groups for pending in group.build(config, total_steps)]
     roles = ", ".join(group.role for group in groups)
-    with announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"):
+    with announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"), _mistakes_are_the_users():
         wait_for_all(building, config.trainer.ready_timeout_seconds)
 
 
@@ -132,11 +132,15 @@ def kl_controller(config: RunConfig) -> KLController:
 
 @contextmanager
 def _mistakes_are_the_users() -> Iterator[None]:
-    """What is wrong with data, tokenizer or reward function is a matter of configuration: one message, no traceback."""
+    """What is wrong with data, models or checkpoint is a matter of configuration: one message, no traceback."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
+    except RemoteError as error:
+        if isinstance(error.cause, (ValueError, OSError)):
+            raise ConfigError(str(error.cause)) from error
+        raise
 
 
 def max_model_length(config: RunConfig) -> int:

@@ -1,0 +1,111 @@
+"""The command: quick help, one line and status 2 for every mistake, a folder for everything else."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_checkpoints import STEP, write_checkpoint, write_tiny_model
+from small_models import small_run_config
+from small_runs import ROOT
+from transformers import AutoModelForCausalLM
+
+from verl_rc.cli import main
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without critic and without LoRA, whose model stays where it was."""
+    folder = tmp_path_factory.mktemp("run")
+    write_checkpoint(small_run_config(write_tiny_model(folder / "model")), folder / f"global_step_{STEP}")
+    return folder
+
+
+def command(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    given = [sys.executable, "-X", "importtime", "-m", "verl_rc.cli", *arguments]
+    return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["export", "--help"], 0)])
+def test_help_loads_nothing_heavy(arguments: list[str], status: int, tmp_path: Path) -> None:
+    result = command(*arguments, folder=tmp_path)
+    assert result.returncode == status
+    assert "export" in result.stdout + result.stderr
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
+    assert "argparse" in imported
+    assert not imported & {"torch", "transformers", "numpy", "pydantic", "ray", "vllm"}
+
+
+def test_export_as_a_process(run_folder: Path) -> None:
+    result = command("export", f"global_step_{STEP}", "--output", "out", "--dtype", "bfloat16", folder=run_folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{run_folder / 'out'}: Qwen2ForCausalLM after step {STEP}, bfloat16\n"
+    assert not [line for line in result.stderr.splitlines() if not line.startswith("import time:")]
+    assert AutoModelForCausalLM.from_pretrained(run_folder / "out").num_parameters() > 0
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["export", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("verl-rc export: ")
+    return line
+
+
+def test_the_output_folder_is_never_overwritten(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "precious").touch()
+    checkpoint = str(run_folder / f"global_step_{STEP}")
+    assert "--output must name a new or an empty folder" in refused(capsys, checkpoint, "--output", str(tmp_path))
+    assert "is neither" in refused(capsys, checkpoint, "--output", str(tmp_path / "precious"))
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["nowhere"], "a checkpoint must be a folder, but there is none at"),
+        (["model"], "a checkpoint must hold run_state.json, but"),
+        (["."], f"is a folder global_step_N; the newest in {{folder}} is {{folder}}/global_step_{STEP}"),
+        ([f"global_step_{STEP}", "--critic"], "--critic needs a run that trains a critic"),
+        ([f"global_step_{STEP}", "--adapter"], "--adapter needs a run that trains LoRA adapters"),
+        ([f"global_step_{STEP}", "--model", "./moved"], "./moved is not a model folder or hub id"),
+        ([f"global_step_{STEP}", "--model", "nobody/no-such-model"], "If it moved, say where it is with --model"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
+) -> None:
+    line = refused(capsys, str(run_folder / given[0]), *given[1:], "--output", str(tmp_path / "out"))
+    assert message.format(folder=run_folder) in line
+    assert not (tmp_path / "out").exists()
+
+
+def cut_shards(checkpoint: Path) -> None:
+    for path in (checkpoint / "actor").glob("*.distcp"):
+        path.write_bytes(b"short")
+
+
+def lose_shards(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "actor")
+
+
+@pytest.mark.parametrize(("damage", "message"), [(cut_shards, "reading the shards in"), (lose_shards, "a folder of shards")])
+def test_a_damaged_checkpoint_is_one_line(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], message: str
+) -> None:
+    checkpoint = shutil.copytree(run_folder / f"global_step_{STEP}", tmp_path / "global_step_9")
+    damage(checkpoint)
+    assert message in refused(capsys, str(checkpoint), "--output", str(tmp_path / "out"))
+
+
+def test_what_cannot_go_together_is_argparses_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["export", "c", "--output", "o", "--critic", "--adapter"])
+    assert raised.value.code == 2
+    assert "not allowed with argument" in capsys.readouterr().err

@@ -1,0 +1,220 @@
+"""A checkpoint as a Hugging Face folder: the policy (LoRA adapters merged in, or alone) or the critic."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, load_full_state_dict
+from verl_rc.checkpoint.shards import is_frozen, named_tensors
+from verl_rc.config.model import ModelConfig
+from verl_rc.data.tokenize import load_tokenizer
+from verl_rc.workers.language_model import load_causal_lm
+from verl_rc.workers.lora import add_adapters
+from verl_rc.workers.sharded_model import torch_dtype
+
+Part = Literal["policy", "critic", "adapter"]
+COPIED_FILES = (
+    "tokenizer*",
+    "tokenization_*.py",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "generation_config.json",
+)
+"""Files that training does not change and that go along byte for byte: the tokenizer's, and how to sample by default."""
+MAX_NAMES = 3
+"""Names listed in an error; the rest are counted."""
+
+
+class ExportError(ValueError):
+    """A checkpoint cannot be exported as asked; the message says what must hold, what was found and what to do."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export, and where to."""
+
+    checkpoint: Path
+    """A folder ``global_step_N``."""
+    output: Path
+    """The folder to make; may exist if it is empty."""
+    part: Part = "policy"
+    """The policy with its LoRA adapters (if any) merged in, the value model, or the LoRA adapters alone."""
+    dtype: str | None = None
+    """Precision of the written weights; None: that of the base model."""
+    model: str | None = None
+    """The base model, when it is no longer where the run's configuration says; its tokenizer must be there too."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The part of a checkpoint that is exported, and the model that it was trained from."""
+
+    folder: Path
+    """The shards."""
+    step: int
+    model: ModelConfig
+    """Of the part's model; ``path`` is where the base model is now."""
+    model_config: Any
+    """The base model's own configuration (``transformers.PretrainedConfig``)."""
+    tokenizer_path: str
+    master_dtype: torch.dtype
+    """Precision that the base weights had in training."""
+
+
+def export_checkpoint(request: ExportRequest) -> str:
+    """Write ``request.output``; returns a line that says what is in it.
+
+    The folder gets its name once it is complete. Raises ``ExportError`` when the checkpoint, its base model or the part asked
+    for is missing or does not fit, and when the folder is not empty or cannot be written.
+    """
+    output = request.output.expanduser().resolve()
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ExportError(f"--output must name a new or an empty folder, but {output} is neither. Name another one.")
+    try:
+        source = _open_source(request)
+        tensors = load_full_state_dict(source.folder)
+    except CheckpointError as error:
+        raise ExportError(str(error)) from error
+    dtype = torch_dtype(request.dtype) if request.dtype else source.model_config.dtype or torch.float32
+    model = _build(request.part, source, tensors, dtype)
+    with _complete_or_absent(output) as folder:
+        model.save_pretrained(folder)
+        if request.part != "adapter":
+            _copy_tokenizer(source, folder)
+    name = "LoRA adapter" if request.part == "adapter" else type(model).__name__
+    return f"{output}: {name} after step {source.step}, {str(dtype).removeprefix('torch.')}"
+
+
+def _open_source(request: ExportRequest) -> _Source:
+    """Find the shards and the base model. Raises ``CheckpointError`` and ``ExportError``."""
+    state = _load_state(request.checkpoint)
+    actor, critic = state.config["actor_rollout_ref"], state.config["critic"]
+    role, owner = ("critic", critic) if request.part == "critic" else ("actor", actor["actor"])
+    folder = request.checkpoint / role
+    if request.part == "critic" and not folder.is_dir():
+        raise ExportError(f"--critic needs a run that trains a critic, but {request.checkpoint} holds none. Leave --critic out.")
+    model = ModelConfig.model_validate({**actor["model"], **(critic["model"] | {"lora_rank": 0} if role == "critic" else {})})
+    if request.part == "adapter" and model.lora_rank == 0:
+        raise ExportError(
+            "--adapter needs a run that trains LoRA adapters, but the checkpoint has actor_rollout_ref.model.lora_rank=0. "
+            "Leave --adapter out."
+        )
+    path = _local_path(request.model or model.path)
+    return _Source(
+        folder,
+        state.step,
+        model.model_copy(update={"path": path}),
+        _read_model_config(path, model.trust_remote_code),
+        path if request.model else _local_path(actor["model"]["path"]),
+        torch_dtype(owner["fsdp_config"]["model_dtype"]),
+    )
+
+
+def _load_state(checkpoint: Path) -> RunState:
+    try:
+        return RunState.load(checkpoint)
+    except CheckpointError as error:
+        inside = CheckpointStore(checkpoint, keep=None).newest_first()
+        if inside:
+            raise ExportError(f"a checkpoint is a folder global_step_N; the newest in {checkpoint} is {inside[0]}.") from error
+        raise
+
+
+def _local_path(path: str) -> str:
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
+
+
+def _read_model_config(path: str, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"the model that the run was trained from must be readable, but {path} is not a model folder or hub id "
+            f"({str(error).partition(chr(10))[0]}). If it moved, say where it is with --model."
+        ) from error
+
+
+def _build(part: Part, source: _Source, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """The trained model in ``dtype``; base weights are read only to merge adapters into them."""
+    if part == "policy" and source.model.lora_rank:
+        base = load_causal_lm(source.model.path, source.master_dtype, trust_remote_code=source.model.trust_remote_code)
+        adapted: Any = add_adapters(base.float(), source.model)
+        _fill(adapted, tensors, torch.float32, source)
+        return adapted.merge_and_unload().to(dtype)
+    with torch.device("meta"):
+        empty = _empty_model(part, source)
+    _fill(empty, tensors, dtype, source)
+    return empty
+
+
+def _empty_model(part: Part, source: _Source) -> Any:
+    config, arguments = source.model_config, {"trust_remote_code": source.model.trust_remote_code}
+    if part == "critic":
+        config.num_labels, config.classifier_dropout = 1, 0.0
+        return AutoModelForTokenClassification.from_config(config, **arguments)
+    return add_adapters(AutoModelForCausalLM.from_config(config, **arguments), source.model)
+
+
+def _fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, source: _Source) -> None:
+    """Replace the trained parameters by the saved ones. Raises ``ExportError`` when names or shapes differ."""
+    expected = {name: tensor.shape for name, tensor in named_tensors(model).items() if not is_frozen(tensor)}
+    saved = {name: tensor.shape for name, tensor in tensors.items()}
+    different = sorted(name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name))
+    if different:
+        more = f" and {len(different) - MAX_NAMES} more" if len(different) > MAX_NAMES else ""
+        raise ExportError(
+            f"{source.folder} must have been trained from the model in {source.model.path}, but the two differ in "
+            f"{', '.join(different[:MAX_NAMES])}{more}. Say with --model where the right one is."
+        )
+    typed = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    model.load_state_dict(typed, strict=False, assign=True)
+    model.tie_weights()
+
+
+def _copy_tokenizer(source: _Source, folder: Path) -> None:
+    """Put the tokenizer's files beside the model. Raises ``ExportError`` when they do not make one."""
+    try:
+        path = source.tokenizer_path
+        origin = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=list(COPIED_FILES)))
+        for pattern in COPIED_FILES:
+            for file in filter(Path.is_file, origin.glob(pattern)):
+                shutil.copyfile(file, folder / file.name)
+        if not any(folder.glob("tokenizer*")):  # transformers would make an empty one up
+            raise ValueError("there are no files tokenizer*.")
+        load_tokenizer(str(folder), source.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"the base model's folder must hold its tokenizer, but {source.tokenizer_path} gave: {error} Say with --model "
+            "where a complete one is."
+        ) from error
+
+
+@contextmanager
+def _complete_or_absent(output: Path) -> Iterator[Path]:
+    """A folder beside ``output`` to write into, which takes its name at the end, and disappears after an error."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{output.name}.partial-", dir=output.parent) as partial:
+            folder = Path(partial) / output.name
+            folder.mkdir()
+            yield folder
+            folder.rename(output)
+    except (OSError, SafetensorError) as error:
+        raise ExportError(f"{output} must be writable, but {error}. Free the place or name another one.") from error
