@@ -5,6 +5,7 @@
 # The engine samples in bf16 with fp8 weights, the trainer computes in fp32: the gap that rollout_corr/* shows is real.
 # Expect greedy validation accuracy to rise by 30 points or more from where SFT stopped.
 # scripts/quickstart.sh makes the model and the data and then calls this recipe; further arguments are passed on.
+# It starts anew every time; trainer.resume_mode=auto trainer.total_training_steps=150 goes on from its last checkpoint.
 set -euo pipefail
 
 model_path=${MODEL_PATH:-${RUN_ROOT:-runs/quickstart}/sft_model}
@@ -50,6 +51,8 @@ exec "${PYTHON:-python}" -m verl_rc.main_ppo \
     trainer.total_training_steps=$training_steps \
     trainer.val_before_train=True \
     trainer.test_freq=20 \
+    trainer.save_freq=$training_steps \
+    trainer.resume_mode=disable \
     trainer.log_val_generations=8 \
     trainer.seed="$seed" \
     trainer.project_name=verl_rc_quickstart \

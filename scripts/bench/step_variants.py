@@ -23,7 +23,8 @@ def run_steps(overrides: list[str], steps: int, folder: Path) -> list[dict[str, 
     """Metrics of every step after the warm-up; ends the script with the log's end when the run fails."""
     command = ["bash", "recipes/quickstart_digits_cpu.sh", f"trainer.total_training_steps={steps}", "trainer.test_freq=-1"]
     command += ["trainer.val_before_train=False", "trainer.logger=[console]", *overrides]
-    environment = {**os.environ, "RUN_DIR": str(folder), "PYTHON": str(ROOT / ".venv" / "bin" / "python"), "PYTHONPATH": str(ROOT)}
+    python = str(ROOT / ".venv" / "bin" / "python")
+    environment = {**os.environ, "RUN_DIR": str(folder), "PYTHON": python, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"the run failed:\n{result.stdout[-1000:]}\n{result.stderr[-2000:]}")
@@ -38,7 +39,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
-    settings = {name: [part for part in rest.split(",") if part] for name, _, rest in (s.partition("=") for s in arguments.settings)}
+    pairs = [setting.partition("=") for setting in arguments.settings]
+    settings = {name: [override for override in rest.split(",") if override] for name, _, rest in pairs}
     measured: dict[str, list[dict[str, float]]] = defaultdict(list)
     for round_number in range(arguments.rounds):
         for name, overrides in settings.items():

@@ -1,7 +1,6 @@
 """Actor, critic, losses and correction on a CUDA device give what they give on a CPU: python -m pytest -m gpu."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def worker_on(kind: type, device: str, folder: Path) -> Any:
 
 
 @pytest.fixture(params=[PolicyWorker, CriticWorker], ids=["actor", "critic"])
-def gradients(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+def gradients(request: pytest.FixtureRequest, model_folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for device in ("cpu", "cuda"):
         worker = worker_on(request.param, device, model_folder)
@@ -65,7 +64,7 @@ def gradients(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[di
                 worker.accumulate(critic_batch, share, totals)
             found[device] = torch.cat([p.grad.full_tensor().flatten().cpu() for p in worker.model.module.parameters()])
         worker.close()
-    yield found
+    return found
 
 
 def test_gradients_of_the_workers(gradients: dict[str, torch.Tensor]) -> None:

@@ -17,6 +17,10 @@ KlKind = Literal[
 """Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""
 
 
+POLICY_LOSSES = ("vanilla", "gspo", "gpg", "cispo", "geo_mean", "sapo", "dppo_tv", "dppo_kl", "dro")
+"""Names for ``actor.policy_loss.loss_mode``."""
+
+
 class OptimConfig(StrictModel):
     """``*.optim.*``: AdamW and its learning-rate schedule, which advances once per training step."""
 
@@ -61,7 +65,10 @@ class PolicyLossConfig(StrictModel):
     """``actor.policy_loss.*``."""
 
     loss_mode: str = "vanilla"
-    """Name of the policy loss; ``vanilla`` is PPO clip with dual clip."""
+    """Policy loss: a name (``vanilla`` is PPO clip with dual clip), or ``module:function`` for one of your own; formulas in
+    ``verl_rc.losses``."""
+    dro_beta: float | None = Field(None, gt=0)
+    """Weight of the quadratic penalty of ``dro``, which needs it."""
 
 
 class ActorConfig(StrictModel):

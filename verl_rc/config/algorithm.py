@@ -8,6 +8,11 @@ from verl_rc.config.actor import KlKind
 from verl_rc.config.base import StrictModel
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 
+GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+"""Estimators that compare the samples of one prompt."""
+ADVANTAGE_ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "grpo_vectorized", "rloo_vectorized")
+"""Names for ``algorithm.adv_estimator``; the ``_vectorized`` ones are verl's, and the same thing."""
+
 
 class KlControlConfig(StrictModel):
     """``algorithm.kl_ctrl.*``: the weight of the KL penalty in the reward."""
@@ -26,7 +31,7 @@ class AlgorithmConfig(StrictModel):
     """``algorithm.*``."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator."""
+    """Advantage estimator: a name, or ``module:function`` for one of your own; formulas in ``verl_rc.advantage``."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(1.0, ge=0, le=1)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from verl_rc.config.actor import POLICY_LOSSES
+from verl_rc.config.algorithm import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.reference import ReferenceConfig
 from verl_rc.config.refused import NOT_BUILT
@@ -87,10 +89,33 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
             "algorithm.adv_estimator=gae needs a critic, but critic.enable=False was given. Drop it, or choose an estimator "
             "that compares samples, such as algorithm.adv_estimator=grpo."
         )
-    if config.algorithm.adv_estimator == "grpo" and samples < 2:
+    if config.algorithm.adv_estimator in GROUP_ESTIMATORS and samples < 2:
         yield (
-            "algorithm.adv_estimator=grpo compares samples of one prompt and needs actor_rollout_ref.rollout.n >= 2, "
-            f"got {samples}."
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares samples of one prompt and needs "
+            f"actor_rollout_ref.rollout.n >= 2, got {samples}."
+        )
+
+
+def _names(config: RunConfig) -> Iterator[str]:
+    loss = config.actor_rollout_ref.actor.policy_loss
+    chosen = {
+        "algorithm.adv_estimator": (config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": (loss.loss_mode, POLICY_LOSSES),
+    }
+    refused = {row.key: row.is_refused for row in NOT_BUILT}
+    for key, (name, known) in chosen.items():
+        if name not in known and ":" not in name and not refused[key](name):
+            yield f"{key} must be one of {', '.join(known)}, or module:function; got {name!r}."
+    baseline = config.algorithm.rollout_correction.rejected_in_group_baseline
+    if baseline == "exclude" and config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus"):
+        yield (
+            "algorithm.rollout_correction.rejected_in_group_baseline=exclude needs an estimator that compares samples of one "
+            f"prompt, got algorithm.adv_estimator={config.algorithm.adv_estimator}; pass include, or another estimator."
+        )
+    if (loss.loss_mode == "dro") != (loss.dro_beta is not None):
+        yield (
+            "actor_rollout_ref.actor.policy_loss.dro_beta belongs to loss_mode=dro, which needs it; got loss_mode="
+            f"{loss.loss_mode} and dro_beta={loss.dro_beta}."
         )
 
 
@@ -206,6 +231,7 @@ def _tracking(config: RunConfig) -> Iterator[str]:
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _not_built,
     _batch_arithmetic,
+    _names,
     _token_budgets,
     _sampling,
     _engine,

@@ -18,13 +18,13 @@ class RefusedValue:
 NOT_BUILT = (
     RefusedValue(
         "algorithm.adv_estimator",
-        lambda name: name not in ("grpo", "gae"),
-        "only grpo and gae are built; write algorithm.adv_estimator=grpo",
+        lambda name: name in ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
+        "what it needs beside the samples' scores is not built yet; write algorithm.adv_estimator=rloo or grpo",
     ),
     RefusedValue(
         "actor_rollout_ref.actor.policy_loss.loss_mode",
-        lambda name: name != "vanilla",
-        "only vanilla (PPO clip with dual clip) is built",
+        lambda name: name in ("clip_cov", "kl_cov"),
+        "its statistics over the whole mini-batch are not built yet; write vanilla",
     ),
 )
 

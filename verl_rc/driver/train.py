@@ -24,6 +24,8 @@ def train(run: Run) -> None:
     first = last = start(run)
     if trainer.val_only:
         return
+    if run.progress.step >= run.total_steps:
+        say("all %d steps are done: raise trainer.total_training_steps to go on", run.total_steps)
     for step, epoch, prompts in run.training_batches():
         record = StepRecord()
         rollouts = stages.generate(run, prompts, step, epoch, record)

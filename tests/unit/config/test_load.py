@@ -105,7 +105,26 @@ MISTAKES = [
     ("actor_rollout_ref.actor.megatron.x=1", "Megatron is not supported"),
     ("reward_model.enable=True", "it moved to reward.*"),
     ("custom_reward_function.path=x.py", "write reward.custom_reward_function.path"),
-    ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator=rloo"),
+    ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax"),
+    ("algorithm.adv_estimator=rlooo", "algorithm.adv_estimator must be one of grpo, grpo_passk, rloo"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "dro_beta belongs to loss_mode=dro"),
+    ("actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "its statistics over the whole mini-batch are not built yet"),
+    ("trainer.resume_from_path=/x", "has no effect with trainer.resume_mode=auto"),
+    ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
+    ("trainer.resume_mode=yes", "trainer.resume_mode"),
+    ("critic.enable=False algorithm.adv_estimator=gae", "gae needs a critic"),
+    ("critic.enable=True critic.ppo_max_token_len_per_gpu=8", "critic.ppo_max_token_len_per_gpu must hold the longest"),
+    ("critic.enable=True critic.ppo_mini_batch_size=7", "multiple of critic.ppo_mini_batch_size"),
+    ("actor_rollout_ref.rollout.n_gpus_per_node=2", "engines share the trainer's devices"),
+    (
+        "actor_rollout_ref.hybrid_engine=False actor_rollout_ref.rollout.checkpoint_engine.backend=ipc",
+        "backend=ipc needs engines on the trainer's devices",
+    ),
+    (
+        f"algorithm.adv_estimator=reinforce_plus_plus {CORRECTION}.preset=decoupled_geo_rs "
+        f"{CORRECTION}.rejected_in_group_baseline=exclude",
+        "needs an estimator that compares samples",
+    ),
     ("algorithm.gamma=1.5", "algorithm.gamma"),
     ("algorithm.filter_groups.enable=True", "dynamic sampling is not built yet"),
     ("trainer.logger=[console,fax]", "trainer.logger must name some of"),
@@ -124,7 +143,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("override", "message"), MISTAKES, ids=[override for override, _ in MISTAKES])
 def test_mistakes_are_named(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_run_config([*VALID, override])
+        load_run_config([*VALID, *override.split()])
     assert message in str(caught.value)
 
 

@@ -81,11 +81,9 @@ class ConsoleSink:
 
 
 def _headline(name: str, value: float) -> str:
-    """``val-core/digits/sort/acc/mean@1`` -> ``val digits/sort acc 0.412``."""
-    source, _, variable = name.removeprefix(_HEADLINE_PREFIX).partition("/acc/")
-    if variable:
-        return f"val {source} acc {variable.removesuffix('@1').removesuffix('mean')}{value:.3f}"
-    return f"val {name.removeprefix(_HEADLINE_PREFIX)} {value:.3f}"
+    """``val-core/digits/sort/acc/mean@1`` -> ``val digits/sort acc 0.412``; other statistics keep their name."""
+    words = name.removeprefix(_HEADLINE_PREFIX).replace("/acc/", " acc ").removesuffix(" mean@1")
+    return f"val {words} {value:.3f}"
 
 
 def _clock(seconds: float) -> str:

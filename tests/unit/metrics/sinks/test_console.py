@@ -44,6 +44,12 @@ def test_validation_accuracy_is_shown_and_step_zero_does_not_enter_the_time_left
     assert lines[1].endswith("ETA 1m48s")  # 54 steps of 2 s
 
 
+def test_statistics_of_several_samples_keep_their_name():
+    line = lines_of((2, {"val-core/digits/acc/best@8/mean": 0.5, "val-core/digits/acc/mean@8": 0.25, "timing_s/step": 1.0}))[0]
+    assert "val digits acc best@8/mean 0.500" in line
+    assert "val digits acc mean@8 0.250" in line
+
+
 def test_long_lines_are_not_wrapped_and_brackets_are_no_markup():
     metrics = {f"val-core/[bold]source{i}/acc/mean@1": 0.5 for i in range(9)}
     assert len(lines_of((1, metrics), width=40)) == 1
