@@ -62,7 +62,7 @@ def write_checkpoint(config: RunConfig, folder: Path) -> SmallCheckpoint:
     state = RunState(
         step=STEP,
         loader={},
-        kl_coef=None,
+        control={"kl_coef": None, "threshold": None},
         gap_limits={},
         skipped_in_a_row=0,
         tracker_run_id=None,

@@ -25,6 +25,8 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-rc", description="The tools around a training run.")
     subcommands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="SUBCOMMAND")
     _add_export(subcommands)
+    _add_migrate(subcommands)
+    _add_presets(subcommands)
     return parser
 
 
@@ -45,6 +47,52 @@ def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
         "--adapter", dest="part", action="store_const", const="adapter", help="the LoRA adapter alone (default: merged)"
     )
     parser.set_defaults(run=_export, part="policy")
+
+
+def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "translate a verl recipe's overrides or run files, of any release, into overrides of verl_rc"
+    parser = subcommands.add_parser("migrate", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.add_argument("arguments", metavar="FILE_OR_OVERRIDE", nargs="+", help="a YAML file, or key=value")
+    parser.add_argument("--era", choices=("A", "B1", "B2", "B3", "C", "D"), help="the release's era, where its keys do not tell")
+    parser.add_argument(
+        "--k1_bound_convention",
+        choices=("documented", "inverse"),
+        help="bounds of k1 rules mean train/rollout (documented, the default) or rollout/train, as verl executed them",
+    )
+    parser.set_defaults(run=_migrate)
+
+
+def _add_presets(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "print presets of rollout correction as the fields they stand for"
+    parser = subcommands.add_parser("presets", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="presets to print (default: all)")
+    parser.set_defaults(run=_presets)
+
+
+def _migrate(given: argparse.Namespace) -> int:
+    from verl_rc.config.migration import migrate  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
+
+    named = {"era": given.era, "k1_bound_convention": given.k1_bound_convention}
+    try:
+        migration = migrate(given.arguments, {name: value for name, value in named.items() if value is not None})
+    except ValueError as error:
+        return _refuse("migrate", error)
+    sys.stdout.write("".join(f"{override}\n" for override in migration.overrides))
+    sys.stderr.write("".join(f"# {note}\n" for note in migration.notes))
+    return 0
+
+
+def _presets(given: argparse.Namespace) -> int:
+    from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig  # noqa: PLC0415
+
+    try:
+        configs = {name: RolloutCorrectionConfig.from_preset(name) for name in given.names or PRESETS}
+    except ValueError as error:
+        return _refuse("presets", error)
+    for name, config in configs.items():
+        fields = config.model_dump(exclude_defaults=True)
+        sys.stdout.write(f"{name}: {', '.join(f'{field}={value}' for field, value in fields.items()) or 'measures only'}\n")
+    return 0
 
 
 def _export(given: argparse.Namespace) -> int:

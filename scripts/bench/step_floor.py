@@ -88,7 +88,7 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
     tokens = int(rollouts.response_mask.sum())
     share = MiniBatchShare(micro, tokens, len(lengths), tokens)
     forward = median_seconds(lambda: worker.compute_log_probs(rollouts.tokens, micro))
-    order = UpdateOrder(policy_version=0, mini_batches=[share])
+    order = UpdateOrder(config.algorithm.rollout_correction, policy_version=0, mini_batches=[share])
     results.put((forward, median_seconds(lambda: worker.update(batch, order))))
     worker.close()
 

@@ -1,5 +1,8 @@
 """A real vLLM serves what was exported: the merged folder, and the adapter over its base model."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,11 @@ import torch
 from other_process import OtherProcess
 from small_checkpoints import write_checkpoint
 from small_models import small_run_config
+from small_runs import ROOT
 from transformers import AutoModelForCausalLM
 
+from verl_rc.cli import main
 from verl_rc.cluster.environment import engine_environment
-from verl_rc.driver.export import ExportRequest, export_checkpoint
 
 PROMPT = "4071835926="
 NUM_TOKENS = 12
@@ -22,9 +26,13 @@ def exported(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     """``base``, and the same trained policy as ``merged`` and as ``adapter``."""
     folder = tmp_path_factory.mktemp("exported")
     lora = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16")
-    checkpoint = write_checkpoint(small_run_config(task["model"], *lora), folder / "global_step_3")
-    export_checkpoint(ExportRequest(checkpoint.folder, folder / "merged"))
-    export_checkpoint(ExportRequest(checkpoint.folder, folder / "adapter", "adapter"))
+    write_checkpoint(small_run_config(task["model"], *lora), folder / "global_step_3")
+    command = [sys.executable, "-m", "verl_rc.cli", "export", "global_step_3", "--output", "merged"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == f"{folder / 'merged'}: Qwen2ForCausalLM after step 3, float32\n"
+    assert result.stderr == ""
+    assert main(["export", str(folder / "global_step_3"), "--output", str(folder / "adapter"), "--adapter"]) == 0
     return {"base": task["model"], "merged": folder / "merged", "adapter": folder / "adapter"}
 
 

@@ -29,7 +29,7 @@ def evaluated_step(run: Run, version: int) -> None:
     rollouts = stages.generate(run, prompts, step=version + 1, epoch=0, record=record)
     scored = stages.score(run, prompts, rollouts, record)
     evaluations = stages.evaluate(run, rollouts, record)
-    batch = build_train_batch(rollouts, scored.scores, evaluations, run.config.algorithm, kl_coef=0.0).batch
+    batch = build_train_batch(rollouts, scored.scores, evaluations, run.config.algorithm, run.progress.control).batch
     batch.advantages = batch.response_mask.float()  # equal rewards would give no gradient
     stages.update_actor(run, batch, version + 1, record)
 

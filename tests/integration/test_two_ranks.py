@@ -69,7 +69,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int, resul
     # A key bias shifts all scores of a query alike, so its gradient is 0 but for rounding, which Adam's first step blows up.
     moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
-    worker.update(batch, UpdateOrder(0, [share]))
+    worker.update(batch, UpdateOrder(worker._correction, 0, [share]))
     found["adamw", "step"] = flat(p.full_tensor() for p in moved) - before  # type: ignore[attr-defined]
     if rank == 0:
         results.put({key: gradient.numpy() for key, gradient in found.items()})

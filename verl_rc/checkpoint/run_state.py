@@ -42,8 +42,8 @@ class RunState:
     """Training steps done."""
     loader: dict[str, Any]
     """``state_dict`` of the prompt loader: where the next batch comes from."""
-    kl_coef: float | None
-    """Current coefficient of the KL penalty in the reward; None: there is none."""
+    control: dict[str, float | None]
+    """What the run had moved: weight of the KL penalty, rejection threshold; None: there is none."""
     gap_limits: dict[str, float | None]
     """Calibrated limits of the weight-sync proofs by monitor; None: not calibrated yet."""
     skipped_in_a_row: int

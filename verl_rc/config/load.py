@@ -25,6 +25,7 @@ from pydantic_core import PydanticUndefined
 from verl_rc.config.base import StrictModel
 from verl_rc.config.checks import check_files, check_run
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.migration import legacy_translation
 from verl_rc.config.nearest import nearest_key
 from verl_rc.config.refused import REFUSED_SECTIONS, RENAMED
 from verl_rc.config.rollout_correction import preset_fields
@@ -57,6 +58,9 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     Raises ``ConfigError`` for everything that is wrong with them.
     """
     options, overrides = _split_arguments(arguments)
+    translation = legacy_translation(overrides) if schema is RunConfig else None
+    if translation is not None:
+        raise ConfigError(translation)
     prepared = [_prepare_override(schema, override) for override in overrides]
     given = _compose(schema, options, prepared)
     _refuse_unknown(schema, given)

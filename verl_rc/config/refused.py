@@ -33,14 +33,6 @@ RENAMED = {
     "critic.grad_clip": "critic.optim.clip_grad",
     "custom_reward_function.path": "reward.custom_reward_function.path",
     "custom_reward_function.name": "reward.custom_reward_function.name",
-    "actor_rollout_ref.actor.tis_imp_ratio_cap": (
-        "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=<the cap>"
-    ),
-    "algorithm.rollout_is_threshold": "algorithm.rollout_correction.rollout_is_threshold",
-    "algorithm.rollout_is": "algorithm.rollout_correction.rollout_is",
-    "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
-    "algorithm.rollout_correction.use_pure_rollout_correction": "algorithm.rollout_correction.loss_type=reinforce",
-    "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type=reinforce",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "nothing: sequence parallelism is not built",
     "actor_rollout_ref.actor.use_torch_compile": "nothing: the FSDP worker never compiles here",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "nothing: sequence parallelism is not built",

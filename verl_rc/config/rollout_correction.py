@@ -38,6 +38,9 @@ class RolloutCorrectionConfig(PresetConstructors):
     rollout_rs_threshold: ThresholdInput = None
     """One threshold for all rules, or one for each. k1 rules take bounds on the ratio (one number u means 1/u to u), all others
     an upper bound on their statistic."""
+    rollout_rs_target_acceptance: float | None = Field(None, gt=0, lt=1, allow_inf_nan=False)
+    """Share of tokens or rows that the one rule (token_k1, seq_sum_k1 or seq_mean_k1) is to accept: its threshold, one number,
+    then follows the batches seen. Needs ``diagnostics=full``. null: thresholds are fixed."""
     rollout_token_veto_threshold: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     """Ratio below which a single token gets its whole row rejected; null: no veto."""
     rollout_opsm_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -118,6 +121,7 @@ class RolloutCorrectionConfig(PresetConstructors):
             raise ValueError(
                 f"{_SECTION}.loss_type=reinforce is a loss of bypass mode; pass {_SECTION}.bypass_mode=True or drop it"
             )
+        self._check_target_acceptance()
         if self.rejection_denominator == "kept" and not self.rejects:
             raise ValueError(
                 f"{_SECTION}.rejection_denominator=kept needs a rejection rule; got rollout_rs=null and no veto, pass "
@@ -133,6 +137,18 @@ class RolloutCorrectionConfig(PresetConstructors):
                 f"{_SECTION}.rejected_in_group_baseline=exclude needs decoupled mode and a rejection rule; got "
                 f"bypass_mode={self.bypass_mode} and rollout_rs={self.rollout_rs}; pass rejected_in_group_baseline=include"
             )
+
+    def _check_target_acceptance(self) -> None:
+        if self.rollout_rs_target_acceptance is None:
+            return
+        key = f"{_SECTION}.rollout_rs_target_acceptance={self.rollout_rs_target_acceptance}"
+        if self.rollout_rs not in ("token_k1", "seq_sum_k1", "seq_mean_k1") or not isinstance(self.rollout_rs_threshold, float):
+            raise ValueError(
+                f"{key} needs one rule out of token_k1, seq_sum_k1 and seq_mean_k1, and one number as its first threshold; got "
+                f"rollout_rs={self.rollout_rs} and rollout_rs_threshold={self.rollout_rs_threshold}"
+            )
+        if self.diagnostics != "full":
+            raise ValueError(f"{key} reads the histograms of {_SECTION}.diagnostics=full; got {self.diagnostics}")
 
     @property
     def rejects(self) -> bool:

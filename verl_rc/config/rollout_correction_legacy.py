@@ -63,6 +63,14 @@ def import_legacy(mapping: Mapping[str, object]) -> tuple[Fields, list[str]]:
     return fields, [f"read as settings of era {era}.", *notes]
 
 
+def is_legacy_key(key: str) -> bool:
+    """Whether a full key sets rollout correction as an earlier release did, and is none of today's."""
+    *sections, leaf = key.lstrip("+").split(".")
+    if leaf in (*_CAPS, *_ERA_B, *_ERA_C):
+        return all(section in _SECTIONS for section in sections)
+    return leaf in _ERA_D and sections in (["algorithm"], ["actor_rollout_ref", "actor", "policy_loss", "rollout_correction"])
+
+
 def _leaves(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Last part and value of every key. Raises ``ValueError`` for unknown keys and contradicting copies."""
     seen: dict[str, object] = {}

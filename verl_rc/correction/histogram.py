@@ -14,6 +14,11 @@ BINS_PER_SIDE = 320
 """Neighbouring edges differ by 6.9 %, so a bin's geometric middle is within 3.5 % of whatever fell into it."""
 NUM_BINS = 2 * BINS_PER_SIDE + 1
 _LOG_WIDTH = math.log(LARGEST / SMALLEST) / BINS_PER_SIDE
+HISTOGRAM_EDGES = tuple(
+    [-SMALLEST * math.exp(_LOG_WIDTH * step) for step in range(BINS_PER_SIDE, -1, -1)]
+    + [SMALLEST * math.exp(_LOG_WIDTH * step) for step in range(BINS_PER_SIDE + 1)]
+)
+"""Edges of the bins, ascending; nats."""
 
 
 def log_ratio_histogram(values: Tensor, mask: Tensor) -> Tensor:

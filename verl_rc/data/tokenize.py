@@ -22,6 +22,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     folder = Path(path).expanduser()
     if path.startswith((".", "/", "~")) and not folder.is_dir():
         raise ValueError(f"model.path must be an existing folder or a hub id, got {path!r}: there is no such folder.")
+    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
+        # transformers 5 would make a tokenizer of one token up
+        raise ValueError(f"model.path must hold the model's tokenizer (tokenizer.json), and {path!r} has no such file.")
     source = str(folder) if folder.is_dir() else path
     tokenizer = _load_remote_code(source) if trust_remote_code else None
     if tokenizer is None:

@@ -1,6 +1,6 @@
 """Writing a run down every so often, and going on with one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, check_same_model, shards_problem
@@ -59,8 +59,7 @@ def restore(run: Run, resumed: Resumed) -> None:
     """Set everything in the driver as it was; models and data have been loaded before."""
     state, progress = resumed.state, run.progress
     progress.step = state.step
-    if state.kl_coef is not None:
-        progress.kl_controller = replace(progress.kl_controller, kl_coef=state.kl_coef)
+    progress.control = progress.control.resumed(state.control)
     run.skipped_updates.in_a_row = state.skipped_in_a_row
     run.gap_monitor.calibrated = state.gap_limits["rollouts"]
     run.canary_monitor.calibrated = state.gap_limits["canary"]
@@ -88,7 +87,7 @@ def _state_after(run: Run, step: int) -> RunState:
     return RunState(
         step=step,
         loader=run.loader.state_dict(),
-        kl_coef=run.progress.kl_controller.kl_coef if run.config.algorithm.use_kl_in_reward else None,
+        control=run.progress.control.state(),
         gap_limits={"rollouts": run.gap_monitor.calibrated, "canary": run.canary_monitor.calibrated},
         skipped_in_a_row=run.skipped_updates.in_a_row,
         tracker_run_id=run.tracker.run_id,

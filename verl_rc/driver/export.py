@@ -73,8 +73,8 @@ class _Source:
     model_config: Any
     """The base model's own configuration (``transformers.PretrainedConfig``)."""
     tokenizer_path: str
-    master_dtype: torch.dtype
-    """Precision that the base weights had in training."""
+    actor_dtype: torch.dtype
+    """Precision that the actor's base weights had in training."""
 
 
 def export_checkpoint(request: ExportRequest) -> str:
@@ -88,11 +88,10 @@ def export_checkpoint(request: ExportRequest) -> str:
         raise ExportError(f"--output must name a new or an empty folder, but {output} is neither. Name another one.")
     try:
         source = _open_source(request)
-        tensors = load_full_state_dict(source.folder)
+        dtype = torch_dtype(request.dtype) if request.dtype else source.model_config.dtype or torch.float32
+        model = _build(request.part, source, load_full_state_dict(source.folder), dtype)
     except CheckpointError as error:
         raise ExportError(str(error)) from error
-    dtype = torch_dtype(request.dtype) if request.dtype else source.model_config.dtype or torch.float32
-    model = _build(request.part, source, tensors, dtype)
     with _complete_or_absent(output) as folder:
         model.save_pretrained(folder)
         if request.part != "adapter":
@@ -105,11 +104,10 @@ def _open_source(request: ExportRequest) -> _Source:
     """Find the shards and the base model. Raises ``CheckpointError`` and ``ExportError``."""
     state = _load_state(request.checkpoint)
     actor, critic = state.config["actor_rollout_ref"], state.config["critic"]
-    role, owner = ("critic", critic) if request.part == "critic" else ("actor", actor["actor"])
-    folder = request.checkpoint / role
+    folder = request.checkpoint / ("critic" if request.part == "critic" else "actor")
     if request.part == "critic" and not folder.is_dir():
         raise ExportError(f"--critic needs a run that trains a critic, but {request.checkpoint} holds none. Leave --critic out.")
-    model = ModelConfig.model_validate({**actor["model"], **(critic["model"] | {"lora_rank": 0} if role == "critic" else {})})
+    model = ModelConfig.model_validate(critic["model"] if request.part == "critic" else actor["model"])
     if request.part == "adapter" and model.lora_rank == 0:
         raise ExportError(
             "--adapter needs a run that trains LoRA adapters, but the checkpoint has actor_rollout_ref.model.lora_rank=0. "
@@ -122,7 +120,7 @@ def _open_source(request: ExportRequest) -> _Source:
         model.model_copy(update={"path": path}),
         _read_model_config(path, model.trust_remote_code),
         path if request.model else _local_path(actor["model"]["path"]),
-        torch_dtype(owner["fsdp_config"]["model_dtype"]),
+        torch_dtype(actor["actor"]["fsdp_config"]["model_dtype"]),
     )
 
 
@@ -154,7 +152,7 @@ def _read_model_config(path: str, trust_remote_code: bool) -> Any:
 def _build(part: Part, source: _Source, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
     """The trained model in ``dtype``; base weights are read only to merge adapters into them."""
     if part == "policy" and source.model.lora_rank:
-        base = load_causal_lm(source.model.path, source.master_dtype, trust_remote_code=source.model.trust_remote_code)
+        base = load_causal_lm(source.model.path, source.actor_dtype, trust_remote_code=source.model.trust_remote_code)
         adapted: Any = add_adapters(base.float(), source.model)
         _fill(adapted, tensors, torch.float32, source)
         return adapted.merge_and_unload().to(dtype)

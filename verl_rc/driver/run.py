@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_rc.advantage import KLController
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
@@ -13,6 +12,7 @@ from verl_rc.cluster.weight_transport import WeightTransport
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.metrics.sinks import Tracker
+from verl_rc.ppo.control import Control
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.rewards import RewardOutput
 from verl_rc.weight_sync.manifest import Manifest
@@ -27,8 +27,8 @@ class Progress:
 
     step: int
     """Training steps done."""
-    kl_controller: KLController
-    """Weight of the KL penalty in the reward."""
+    control: Control
+    """Weight of the KL penalty and rejection threshold in force."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 
-from verl_rc.advantage import KLController
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
@@ -25,6 +24,7 @@ from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced
 from verl_rc.driver.run import Progress, Run
 from verl_rc.metrics.sinks import open_tracker
+from verl_rc.ppo.control import Control
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.rewards import build_reward
 from verl_rc.rollout.sampling import EngineOptions
@@ -88,7 +88,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             loader=loader,
             validation_rows=validation_rows,
             reward=reward,
-            progress=Progress(step=0, kl_controller=kl_controller(config)),
+            progress=Progress(step=0, control=Control.of(config.algorithm)),
             actor=actor,
             critic=critic,
             reference=reference,
@@ -121,13 +121,6 @@ def _gap_monitor(config: RunConfig) -> GapMonitor:
     rollout = config.actor_rollout_ref.rollout
     precision = engine_precision(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype)
     return GapMonitor(precision, rollout.sync_proof.gap_limit)
-
-
-def kl_controller(config: RunConfig) -> KLController:
-    """What weighs the KL penalty in the reward, as it is before the first step."""
-    control = config.algorithm.kl_ctrl
-    target = control.target_kl if control.type == "adaptive" else None
-    return KLController(control.kl_coef, target, control.horizon)
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """The words of the loop, one short function each."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.correction import require_finite
+from verl_rc.correction import CorrectionStatistics, require_finite
+from verl_rc.correction.histogram import HISTOGRAM_EDGES
 from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.limits import actor_limit, critic_limit, log_prob_limit, reference_limit
@@ -148,13 +149,28 @@ def describe_batch(
     )
     record.add(policy_gap_metrics(rollouts, evaluations))
     if scored_step.reward_kl is not None:
-        controller = run.progress.kl_controller
+        controller = run.progress.control.kl
         record.add({"actor/reward_kl_penalty": scored_step.reward_kl, "actor/reward_kl_penalty_coeff": controller.kl_coef})
-        run.progress.kl_controller = controller.updated(scored_step.reward_kl, len(scored.texts))
+        moved = controller.updated(scored_step.reward_kl, len(scored.texts))
+        run.progress.control = replace(run.progress.control, kl=moved)
     if scored_step.correction is not None:
-        correction_metrics = scored_step.correction.metrics()
-        require_finite(correction_metrics, run.config.algorithm.rollout_correction)
-        record.add(correction_metrics)
+        describe_correction(run, scored_step.correction.statistics, record)
+
+
+def describe_correction(run: Run, statistics: CorrectionStatistics, record: StepRecord) -> None:
+    """``rollout_corr/*`` of the step, and its histogram; moves an adaptive threshold.
+
+    Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
+    """
+    config, control = run.config.algorithm.rollout_correction, run.progress.control
+    metrics = statistics.metrics(control.correction(config))
+    require_finite(metrics, config)
+    record.add(metrics)
+    if config.diagnostics == "full":
+        record.add_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, statistics.numbers().histograms[0])
+    if control.threshold is not None:
+        record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold.threshold})
+        run.progress.control = replace(control, threshold=control.threshold.updated(statistics))
 
 
 def update_critic(run: Run, batch: TrainBatch, evaluations: PolicyEvaluations, step: int, record: StepRecord) -> None:
@@ -187,7 +203,7 @@ def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> 
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     limit = run.gap_monitor.limit if correction.bypass_mode else None
-    order = UpdateOrder(policy_version=step - 1, gap_limit=limit)
+    order = UpdateOrder(run.progress.control.correction(correction), policy_version=step - 1, gap_limit=limit)
     with record.stage("update_actor"):
         report = run.actor.update(batch, mini_batches, actor_limit(run.config), order)
     record.add_busy("update_actor", run.actor.busy_seconds)
@@ -196,7 +212,7 @@ def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> 
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     if report.correction is not None:
-        record.add(report.correction.metrics(correction))
+        describe_correction(run, report.correction, record)
     if report.gap is not None:
         run.gap_monitor.check(report.gap, "this step's rollouts")
         record.add({"sync/rollout_gap_mean": report.gap.mean, "sync/rollout_gap_max": report.gap.maximum})

@@ -2,10 +2,11 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from verl_rc.metrics import Metric, reduce_metrics
+from verl_rc.metrics.sinks import Tracker
 
 
 class StepRecord:
@@ -18,6 +19,7 @@ class StepRecord:
         self._busy: dict[str, float] = defaultdict(float)
         self._values: dict[str, float] = {}
         self._records: list[Metric] = []
+        self._histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -38,6 +40,16 @@ class StepRecord:
     def add_records(self, records: Iterable[Metric]) -> None:
         """Take records in that are still to be reduced over ranks and mini-batches."""
         self._records.extend(records)
+
+    def add_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+        """Take a histogram in: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
+        self._histograms[name] = (edges, counts)
+
+    def log(self, tracker: Tracker, step: int, further: Mapping[str, float] | None = None) -> None:
+        """Hand everything to the tracker, with ``further`` numbers."""
+        tracker.log({**self.metrics(), **(further or {})}, step=step)
+        for name, (edges, counts) in self._histograms.items():
+            tracker.log_histogram(name, edges, counts, step)
 
     def metrics(self) -> dict[str, float]:
         """All metrics of the step under their final names."""

@@ -32,9 +32,7 @@ def train(run: Run) -> None:
         scored = stages.score(run, prompts, rollouts, record)
         evaluations = stages.evaluate(run, rollouts, record)
         with record.stage("adv"):
-            scored_step = build_train_batch(
-                rollouts, scored.scores, evaluations, algorithm, run.progress.kl_controller.kl_coef
-            )
+            scored_step = build_train_batch(rollouts, scored.scores, evaluations, algorithm, run.progress.control)
         stages.describe_batch(run, scored_step, scored, rollouts, evaluations, record)
         stages.update_critic(run, scored_step.batch, evaluations, step, record)
         if step >= trainer.critic_warmup:
@@ -44,7 +42,7 @@ def train(run: Run) -> None:
             last = validate(run, record, step)
         stages.dump_rollouts(run, step, prompts, rollouts, scored, record)
         checkpoints.write(run, step, record)
-        run.tracker.log({**record.metrics(), "training/global_step": step, "training/epoch": epoch}, step=step)
+        record.log(run.tracker, step, {"training/global_step": step, "training/epoch": epoch})
         checkpoints.commit(run, step)
     say("written to %s: %s", run.folder, ", ".join(sorted(path.name for path in run.folder.iterdir())))
     if first is not None and last is not None:
@@ -58,5 +56,5 @@ def start(run: Run) -> float | None:
     wanted = trainer.val_only or (trainer.val_before_train and step == 0)
     accuracy = validate(run, record, step) if wanted else None
     if wanted or step == 0:
-        run.tracker.log(record.metrics(), step=step)
+        record.log(run.tracker, step)
     return accuracy

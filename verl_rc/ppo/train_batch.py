@@ -9,6 +9,7 @@ from verl_rc.advantage import apply_kl_in_reward, compute_advantages
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.ppo.control import Control
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,16 @@ class ScoredStep:
 
 
 def build_train_batch(
-    rollouts: RolloutBatch, scores: Tensor, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, kl_coef: float
+    rollouts: RolloutBatch, scores: Tensor, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, control: Control
 ) -> ScoredStep:
     """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
-    ``scores`` float32 ``[B]`` are outcome scores; ``kl_coef`` weighs the KL penalty of ``use_kl_in_reward``. Correction decides
+    ``scores`` float32 ``[B]`` are outcome scores; ``control`` holds the weight and the threshold in force. Correction decides
     weights and ``loss_mask`` only; rewards, advantages and their statistics use ``response_mask``, so a reward on a rejected
     token is never lost. In bypass mode nothing is corrected here: ``loss_mask`` is ``response_mask``.
     """
-    config = algorithm.rollout_correction
-    rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, kl_coef)
+    config = control.correction(algorithm.rollout_correction)
+    rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
 
     def advantages_of(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         return compute_advantages(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics
 from verl_rc.metrics import Metric
 from verl_rc.ppo.mini_batches import MiniBatchShare
@@ -12,6 +13,8 @@ from verl_rc.weight_sync.proof import LogProbGap
 class UpdateOrder:
     """One rank's part in the updates of a step."""
 
+    correction: RolloutCorrectionConfig
+    """Rollout correction with the threshold in force."""
     policy_version: int
     """Version of the weights before the first update."""
     mini_batches: list[MiniBatchShare] = field(default_factory=list)

@@ -86,7 +86,7 @@ class PolicyWorker:
         log-probs are the first that can be compared with the engine's).
         """
         bypass = self._correction.bypass_mode
-        correction = ActorCorrection(self._correction, self._mesh, order.policy_version) if bypass else None
+        correction = ActorCorrection(order.correction, self._mesh, order.policy_version) if bypass else None
         totals, kept_tokens, gap = ObjectiveTotals("actor", len(order.mini_batches)), [], None
         with self.model.in_use(with_optimizer=True) as module:
             module.train()

@@ -38,7 +38,7 @@ def state_after_five_batches() -> RunState:
     return RunState(
         step=5,
         loader=loader.state_dict(),
-        kl_coef=0.1 + 0.2,
+        control={"kl_coef": 0.1 + 0.2, "threshold": None},
         gap_limits={"rollout": 0.25, "canary": None},
         skipped_in_a_row=1,
         tracker_run_id="abc",
@@ -67,7 +67,7 @@ def test_the_loader_goes_on_where_it_stood(tmp_path: Path) -> None:
 def test_nothing_but_json_is_written(tmp_path: Path) -> None:
     state = state_after_five_batches()
     with pytest.raises(ValueError, match="JSON compliant"):
-        dataclasses.replace(state, kl_coef=math.nan).save(tmp_path)
+        dataclasses.replace(state, control={"kl_coef": math.nan}).save(tmp_path)
     with pytest.raises(TypeError, match="not JSON serializable"):
         dataclasses.replace(state, config={"folder": tmp_path}).save(tmp_path)
 

@@ -61,7 +61,7 @@ def test_missing_folder_is_named(tmp_path):
 
 
 def test_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"a tokenizer .tokenizer.json., got"):
+    with pytest.raises(ValueError, match=r"must hold the model.s tokenizer .tokenizer.json."):
         load_tokenizer(str(tmp_path))
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl_rc.driver import export
 from verl_rc.driver.export import ExportError, ExportRequest, export_checkpoint
 
+CRITIC = ("algorithm.adv_estimator=gae", "critic.fsdp_config.dtype=float32")
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=12")
 
 
@@ -31,13 +32,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def full(base: Path, tmp_path_factory: pytest.TempPathFactory) -> SmallCheckpoint:
-    config = small_run_config(base, "algorithm.adv_estimator=gae", "critic.fsdp_config.dtype=float32")
-    return write_checkpoint(config, tmp_path_factory.mktemp("full") / f"global_step_{STEP}")
+    return write_checkpoint(small_run_config(base, *CRITIC), tmp_path_factory.mktemp("full") / f"global_step_{STEP}")
 
 
 @pytest.fixture(scope="module")
 def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> SmallCheckpoint:
-    return write_checkpoint(small_run_config(base, *LORA), tmp_path_factory.mktemp("lora") / f"global_step_{STEP}")
+    return write_checkpoint(small_run_config(base, *CRITIC, *LORA), tmp_path_factory.mktemp("lora") / f"global_step_{STEP}")
 
 
 def logits_of(model: Any, tokens: Tensor = TOKENS) -> Tensor:
@@ -56,7 +56,7 @@ def test_the_policy_is_the_trained_one_for_a_process_that_knows_nothing_of_it(fu
 
     code = (
         "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        f"model = AutoModelForCausalLM.from_pretrained('out'); assert AutoTokenizer.from_pretrained('out')('4=').input_ids\n"
+        "model = AutoModelForCausalLM.from_pretrained('out'); assert AutoTokenizer.from_pretrained('out')('4=').input_ids\n"
         f"torch.save(model(torch.tensor({TOKENS.tolist()})).logits[0].detach(), 'logits.pt')\n"
         "assert not any(name.startswith('verl_rc') for name in sys.modules)"
     )
@@ -86,15 +86,17 @@ def test_without_a_precision_it_is_the_base_models(full: SmallCheckpoint, base: 
     assert export_checkpoint(ExportRequest(full.folder, tmp_path / "out", model=str(moved))).endswith("bfloat16")
 
 
-def test_the_critic_gives_the_trained_values(full: SmallCheckpoint, tmp_path: Path) -> None:
-    export_checkpoint(ExportRequest(full.folder, tmp_path / "out", "critic"))
+@pytest.mark.parametrize("run", ["full", "lora"])
+def test_the_critic_gives_the_trained_values(run: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    checkpoint: SmallCheckpoint = request.getfixturevalue(run)
+    export_checkpoint(ExportRequest(checkpoint.folder, tmp_path / "out", "critic"))
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    assert weights.keys() == full.weights["critic"].keys()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in full.weights["critic"].items())
+    assert weights.keys() == checkpoint.weights["critic"].keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in checkpoint.weights["critic"].items())
     values = logits_of(AutoModelForTokenClassification.from_pretrained(tmp_path / "out"))
     assert values.shape == (TOKENS.numel(), 1)
     assert values.std() > 0.01
-    torch.testing.assert_close(values, full.outputs["critic"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(values, checkpoint.outputs["critic"], atol=1e-5, rtol=1e-5)
 
 
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
@@ -163,9 +165,7 @@ def test_a_base_model_that_does_not_fit(
     assert not any((tmp_path / "new").iterdir() if (tmp_path / "new").exists() else ())
 
 
-def test_a_crash_leaves_no_folder_of_that_name(
-    full: SmallCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_no_folder_of_that_name(full: SmallCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: object, folder: Path) -> None:
         assert (folder / "model.safetensors").exists()
         raise OSError("No space left on device")

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from verl_rc.config.algorithm import AlgorithmConfig
+from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenBatch, positions_mask
-from verl_rc.ppo.train_batch import build_train_batch, outcome_rewards
+from verl_rc.ppo.control import Control
+from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, outcome_rewards
 
 LENGTHS = torch.tensor([3, 2, 3, 1])
 SCORES = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -42,6 +43,10 @@ def algorithm(**correction: object) -> AlgorithmConfig:
     return AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config)
 
 
+def run_step(rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: AlgorithmConfig) -> ScoredStep:
+    return build_train_batch(rollouts, SCORES, evaluations, config, Control.of(config))
+
+
 def test_scores_lie_on_the_last_token_of_the_mask() -> None:
     mask = torch.tensor([[True, True, False], [True, False, True], [False, False, False]])
     rewards = outcome_rewards(torch.tensor([2.0, 3.0, 5.0]), mask)
@@ -50,7 +55,7 @@ def test_scores_lie_on_the_last_token_of_the_mask() -> None:
 
 def test_without_correction_everything_is_kept_and_unweighted() -> None:
     rollouts, evaluations = make_rollouts()
-    step = build_train_batch(rollouts, SCORES, evaluations, algorithm(), kl_coef=0.0)
+    step = run_step(rollouts, evaluations, algorithm())
     batch = step.batch
     assert batch.rollout_is_weights is None
     assert torch.equal(batch.loss_mask, batch.response_mask)
@@ -60,7 +65,7 @@ def test_without_correction_everything_is_kept_and_unweighted() -> None:
 def test_rejecting_the_last_token_loses_no_reward() -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-2.0)
     rule = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
-    step = build_train_batch(rollouts, SCORES, evaluations, algorithm(**rule), kl_coef=0.0)
+    step = run_step(rollouts, evaluations, algorithm(**rule))
     batch = step.batch
     assert batch.loss_mask[0].tolist() == [True, True, False]
     assert torch.equal(batch.response_mask, rollouts.response_mask)
@@ -71,7 +76,7 @@ def test_rejecting_the_last_token_loses_no_reward() -> None:
 def test_a_rejected_row_in_its_groups_baseline(baseline: str, other_advantage: float) -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-2.0)
     rule = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0", "rejected_in_group_baseline": baseline}
-    step = build_train_batch(rollouts, SCORES, evaluations, algorithm(**rule), kl_coef=0.0)
+    step = run_step(rollouts, evaluations, algorithm(**rule))
     batch = step.batch
     assert not batch.loss_mask[0].any()
     assert float(batch.advantages[1, 0]) == other_advantage
@@ -79,9 +84,41 @@ def test_a_rejected_row_in_its_groups_baseline(baseline: str, other_advantage: f
 
 def test_sequence_weights_are_products_of_token_ratios() -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
-    step = build_train_batch(rollouts, SCORES, evaluations, algorithm(rollout_is="sequence"), kl_coef=0.0)
+    step = run_step(rollouts, evaluations, algorithm(rollout_is="sequence"))
     batch, correction = step.batch, step.correction
     assert correction is not None
     assert batch.rollout_is_weights is not None
     torch.testing.assert_close(batch.rollout_is_weights[0], torch.full((3,), 0.60653067))
     assert correction.metrics()["rollout_corr/kl"] == pytest.approx(0.5 / 9)
+
+
+def test_the_kl_penalty_is_taken_from_each_token_and_averaged_over_rows() -> None:
+    rollouts, evaluations = make_rollouts()
+    evaluations.ref_log_prob = evaluations.old_log_probs - torch.tensor([[0.4], [0.0], [0.2], [0.0]])
+    config = AlgorithmConfig(
+        adv_estimator="grpo", use_kl_in_reward=True, kl_ctrl=KlControlConfig(kl_coef=0.5), norm_adv_by_std_in_grpo=False
+    )
+    step = run_step(rollouts, evaluations, config)
+    assert step.rewards[0].tolist() == pytest.approx([-0.2, -0.2, 0.8])
+    assert step.rewards[1].tolist() == [0.0, 0.0, 0.0]
+    assert step.reward_kl == pytest.approx((0.4 + 0.0 + 0.2 + 0.0) / 4)
+    assert float(step.batch.advantages[0, 0]) == pytest.approx((0.4 - 0.0) / 2)
+
+
+def test_in_bypass_mode_nothing_is_corrected_before_the_actor() -> None:
+    rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-2.0)
+    rule = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0", "bypass_mode": True}
+    step = run_step(rollouts, evaluations, algorithm(**rule))
+    assert step.correction is None
+    assert torch.equal(step.batch.loss_mask, rollouts.response_mask)
+    assert step.batch.rollout_is_weights is None
+
+
+def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> None:
+    rollouts, evaluations = make_rollouts()
+    evaluations.critic_values = torch.where(rollouts.response_mask, 0.25, 0.0)
+    step = run_step(rollouts, evaluations, AlgorithmConfig(adv_estimator="gae"))
+    rows = critic_batch(step.batch, evaluations)
+    assert rows.returns[0].tolist() == [1.0, 1.0, 1.0]  # gamma = lam = 1: the score of the row
+    assert rows.returns[1, :2].tolist() == [0.0, 0.0]
+    assert torch.equal(rows.old_values, evaluations.critic_values)

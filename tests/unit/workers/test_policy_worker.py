@@ -89,7 +89,7 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     batch = make_train_batch(LENGTHS)
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
-    order = UpdateOrder(0, [MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)])
+    order = UpdateOrder(worker._correction, 0, [MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)])
     records = worker.update(batch, order).metrics
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
@@ -101,7 +101,7 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
 def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
-    report = worker.update(batch, UpdateOrder(0, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)]))
+    report = worker.update(batch, UpdateOrder(worker._correction, 0, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)]))
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert torch.equal(before, after)

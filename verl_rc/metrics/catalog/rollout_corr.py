@@ -69,6 +69,7 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ("nonfinite_token_fraction", "share of response tokens with a log-prob that is NaN or infinite", (0, 0)),
     ("safety_clamped_fraction", "share of tokens whose |l| was cut to the safety bound before exp", (0, 0.001)),
     ("rollout_rs_seq_rejected_fraction", "share of non-empty rows of which nothing is kept", (0, 0.1)),
+    ("rollout_rs_adaptive_threshold", "u of the rejection bounds 1/u to u in force, under rollout_rs_target_acceptance", None),
     ("skipped_updates", "optimizer steps skipped because nothing was left of the mini-batch", (0, 0)),
 )
 
