@@ -1,13 +1,20 @@
-"""Time and peak memory of rollout correction, as multiples of the plain weight computation and of one input tensor.
+"""Time and peak memory of rollout correction: against verl's function, a plain weight computation and a plain read of the inputs.
 
-Run: ``python scripts/bench/correction.py [rows] [length]``
+verl lives in a folder of its own, without what it depends on (both libraries see the same torch and the same tensors):
+    pip install --no-deps --target ~/.verl verl==0.9.1 codetiming orjson
+Run: python scripts/bench/correction.py --verl ~/.verl [--shape 512x4096 --shape 256x8192]
+
+The candidates take turns in one process; the median over the rounds is printed, with metrics as plain numbers included.
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,37 +23,86 @@ from torch.profiler import ProfilerActivity, profile
 from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 
-FOUR_RULES = {"rollout_rs": "token_k1,seq_mean_k1,seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "0.5_2.0,0.9_1.1,0.05,10"}
-CASES: dict[str, dict[str, object]] = {
-    "metrics only": {},
-    "token weights": {"rollout_is": "token"},
-    "sequence weights": {"rollout_is": "sequence"},
-    "token weights, 4 rules": {"rollout_is": "token", "rollout_is_batch_normalize": True, **FOUR_RULES},
-    "the same, full": {"rollout_is": "token", "rollout_is_batch_normalize": True, **FOUR_RULES, "diagnostics": "full"},
+CASES: Mapping[str, Mapping[str, object]] = {
+    "token weights": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+    "sequence weights": {"rollout_is": "sequence", "rollout_is_threshold": 2.0},
+    "two rules": {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.5_2.0,0.05"},
+    "token weights and two rules": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_rs": "token_k1,seq_mean_k3",
+        "rollout_rs_threshold": "0.5_2.0,0.05",
+    },
 }
 
 
-def plain_weights(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
-    """The least that any implementation does: ``min(exp(l), 2)`` and its mean."""
-    weights = (train - rollout).clamp(-20, 20).exp().clamp_max(2.0) * mask
-    weights.sum() / mask.sum()
-    return weights
+@dataclass(frozen=True)
+class Inputs:
+    """What a correction is computed from, ``[rows, length]``."""
+
+    train: Tensor
+    rollout: Tensor
+    mask: Tensor
+
+    @classmethod
+    def random(cls, rows: int, length: int) -> Inputs:
+        """Rows of all lengths with a gap of 0.05 nats."""
+        generator = torch.Generator().manual_seed(0)
+        mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)
+        rollout = -torch.rand(rows, length, generator=generator)
+        return cls(rollout + 0.05 * torch.randn(rows, length, generator=generator), rollout, mask)
+
+    def read(self) -> Tensor:
+        """The least that anything does that looks at all of it."""
+        return self.train.sum() + self.rollout.sum() + self.mask.sum()
+
+    def plain_weights(self) -> Tensor:
+        """``min(exp(l), 2)`` and its mean: the least that gives token weights."""
+        weights = (self.train - self.rollout).clamp(-20, 20).exp().clamp_max(2.0) * self.mask
+        weights.sum() / self.mask.sum()
+        return weights
 
 
-def best_time(function: Callable[[], object], repeats: int = 3) -> float:
-    """Seconds of the fastest of a few calls."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+Candidate = Callable[[], object]
 
 
-def peak_bytes(function: Callable[[], object]) -> int:
+def ours(inputs: Inputs, fields: Mapping[str, object], diagnostics: str) -> Candidate:
+    """Weights, mask and metrics."""
+    config = RolloutCorrectionConfig.model_validate({**fields, "diagnostics": diagnostics})
+
+    def correct() -> object:
+        result = compute_rollout_correction(inputs.train, inputs.rollout, inputs.mask, config)
+        return result, result.metrics()
+
+    return correct
+
+
+def theirs(inputs: Inputs, fields: Mapping[str, object]) -> Candidate:
+    """The same of verl, which keeps its mask in floating point."""
+    from verl.trainer.ppo.rollout_corr_helper import (  # not a dependency: found on --verl
+        compute_rollout_correction_and_rejection_mask,
+    )
+
+    mask = inputs.mask.float()
+    return lambda: compute_rollout_correction_and_rejection_mask(inputs.train, inputs.rollout, mask, **fields)
+
+
+def seconds_in_turns(candidates: Sequence[Candidate], rounds: int) -> list[float]:
+    """Median wall clock of each; the first round warms up."""
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for round_number in range(rounds + 1):
+        for candidate, times in zip(candidates, seconds, strict=True):
+            start = time.perf_counter()
+            candidate()
+            if round_number:
+                times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
+
+
+def peak_bytes(candidate: Candidate) -> int:
     """Most bytes of tensors alive at once that the call allocated, its results included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = function()
+        result = candidate()
     del result
     alive = peak = 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
@@ -56,25 +112,39 @@ def peak_bytes(function: Callable[[], object]) -> int:
     return peak
 
 
-def main() -> None:
-    """Prints one line for each case."""
-    rows, length = (int(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) == 3 else (512, 8192)
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)
-    rollout = -torch.rand(rows, length, generator=generator)
-    train = rollout + 0.05 * torch.randn(rows, length, generator=generator)
-    plain = best_time(lambda: plain_weights(train, rollout, mask))
-    tensor = train.nbytes
-    print(f"{rows} rows of {length} tokens, {torch.get_num_threads()} thread(s); plain weights {plain:.3f} s")
+def print_table(rows: int, length: int, rounds: int, *, with_verl: bool) -> None:
+    """One line for each case."""
+    inputs = Inputs.random(rows, length)
+    read, plain = seconds_in_turns([inputs.read, inputs.plain_weights], 2 * rounds)
+    tokens, threads = f"{inputs.train.numel():,} positions", torch.get_num_threads()
+    print(f"\n{rows} x {length} ({tokens}), float32, {threads} thread(s); read {read:.4f} s, plain weights {plain:.4f} s")
+    print("| case | core, s | full, s | reads | verl, s | verl / core | verl / full | peak core | peak full | peak verl |")
+    print(f"|{'---|' * 10}")
     for name, fields in CASES.items():
-        config = RolloutCorrectionConfig.model_validate(fields)
+        candidates = [ours(inputs, fields, "core"), ours(inputs, fields, "full")]
+        candidates += [theirs(inputs, fields)] if with_verl else []
+        core, full, *verl = seconds_in_turns(candidates, rounds)
+        peaks = [f"{peak_bytes(candidate) / inputs.train.nbytes:.2f}" for candidate in candidates]
+        compared = [f"{verl[0]:.3f}", f"{verl[0] / core:.1f}", f"{verl[0] / full:.1f}"] if verl else ["", "", ""]
+        cells = [name, f"{core:.3f}", f"{full:.3f}", f"{core / read:.1f}", *compared, *peaks, *([] if verl else [""])]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    print("peaks in input-sized float32 tensors, outputs included")
 
-        def correct(config: RolloutCorrectionConfig = config) -> object:
-            result = compute_rollout_correction(train, rollout, mask, config)
-            return result, result.metrics()
 
-        seconds, peak = best_time(correct), peak_bytes(correct)
-        print(f"{name:<24} {seconds:7.3f} s   {seconds / plain:5.1f}x plain   peak {peak / tensor:5.2f} input tensors")
+def main() -> None:
+    """Prints a table for each shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verl", help="folder that verl was installed to")
+    parser.add_argument("--shape", action="append", help="ROWSxLENGTH, several times")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    if given.verl is not None:
+        sys.path.append(given.verl)
+    for shape in given.shape or ["512x4096", "256x8192"]:
+        rows, length = map(int, shape.split("x"))
+        print_table(rows, length, given.rounds, with_verl=given.verl is not None)
 
 
 if __name__ == "__main__":

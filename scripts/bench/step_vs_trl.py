@@ -1,14 +1,16 @@
 """Completions per second of a whole GRPO step: TRL's GRPOTrainer against verl_rc, on this machine's CPU.
 
-Both train the same 1.2 M-parameter model in fp32 on the same prompts: 32 prompts x 2 samples of exactly 32 tokens and one
-optimizer step over all 64 rows. TRL generates with transformers and, with one update per batch, computes no old
-log-probs; verl_rc's step is generation, reward, old log-probs, sequence-level rollout correction, update and weight sync.
+Both train the quickstart's model after SFT (1.2 M parameters) in fp32 on its prompts: 32 prompts x 2 samples of up to 32
+tokens, each until its end token, and one optimizer step over all 64 rows. TRL generates with transformers and, with one
+update per batch, computes no old log-probs; verl_rc's step is generation, reward, old log-probs, sequence-level rollout
+correction, update and weight sync.
 
 TRL lives in an environment of its own (torch's CPU build; torchvision and torchaudio are not needed and must stay out):
     python -m venv ~/.trl && ~/.trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0
 Where pip finds only a CUDA build of torch, install the CPU build first, from where scripts/install.sh takes it.
 
 Usage: python scripts/bench/step_vs_trl.py --trl_python ~/.trl/bin/python     (about four minutes on two idle cores)
+It needs the quickstart's model and data: bash scripts/quickstart.sh trainer.total_training_steps=1, or --model and --data.
 The two take turns, each in fresh processes; steps of all rounds are pooled, medians are printed.
 """
 
@@ -28,7 +30,9 @@ ROOT = Path(__file__).parents[2]
 PROMPTS_PER_STEP = 32
 SAMPLES_PER_PROMPT = 2
 COMPLETIONS_PER_STEP = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
-TOKENS_PER_COMPLETION = 32
+MOST_TOKENS = 32
+SAME_LENGTH = 0.1
+"""Relative difference of the mean lengths up to which two runs are comparable."""
 WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-5
 
@@ -64,15 +68,9 @@ def run_process(command: list[str], log: Path) -> None:
         raise SystemExit(f"{' '.join(command[:3])} ... ended with {code}; the end of {log}:\n{log.read_text()[-3000:]}")
 
 
-def make_inputs(folder: Path, num_steps: int) -> None:
-    """Write the model and enough prompts for every step to have new ones."""
-    run_process([sys.executable, "scripts/make_tiny_model.py", "--output_dir", str(folder / "model")], folder / "model.log")
-    sizes = ["--num_train", str(PROMPTS_PER_STEP * num_steps), "--num_val", "1", "--num_sft", "1", "--num_sft_val", "1"]
-    run_process([sys.executable, "scripts/prepare_data/digits.py", "--output_dir", str(folder), *sizes], folder / "data.log")
-
-
-def train_with_trl(folder: Path, num_steps: int) -> None:
-    """TRL's part, run by TRL's interpreter: writes ``trl.json`` to ``folder``."""
+def train_with_trl(options: argparse.Namespace) -> None:
+    """TRL's part, run by TRL's interpreter: writes ``trl.json`` to ``--trl_part``."""
+    folder, num_steps = options.trl_part, options.steps
     import pyarrow.parquet
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -90,15 +88,14 @@ def train_with_trl(folder: Path, num_steps: int) -> None:
     def share_of_digits(completions: list[Any], **_: Any) -> list[float]:
         return [compute_score("digits", messages[0]["content"], "", {}) for messages in completions]
 
-    prompts = pyarrow.parquet.read_table(folder / "train.parquet", columns=["prompt"]).to_pylist()
-    options = GRPOConfig(
+    prompts = pyarrow.parquet.read_table(options.data / "train.parquet", columns=["prompt"]).to_pylist()
+    config = GRPOConfig(
         output_dir=str(folder / "trl"),
         max_steps=num_steps,
         per_device_train_batch_size=COMPLETIONS_PER_STEP,
         gradient_accumulation_steps=1,
         num_generations=SAMPLES_PER_PROMPT,
-        max_completion_length=TOKENS_PER_COMPLETION,
-        generation_kwargs={"min_new_tokens": TOKENS_PER_COMPLETION},  # no end token before the last
+        max_completion_length=MOST_TOKENS,
         temperature=1.0,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -113,11 +110,11 @@ def train_with_trl(folder: Path, num_steps: int) -> None:
     )
     clock = StepClock()
     trainer = GRPOTrainer(
-        model=str(folder / "model"),
+        model=str(options.model),
         reward_funcs=share_of_digits,
-        args=options,
+        args=config,
         train_dataset=Dataset.from_list(prompts),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        processing_class=AutoTokenizer.from_pretrained(options.model),
         callbacks=[clock],
     )
     trainer.train()
@@ -127,25 +124,26 @@ def train_with_trl(folder: Path, num_steps: int) -> None:
     (folder / "trl.json").write_text(json.dumps(report))
 
 
-def measure_trl(folder: Path, num_steps: int, trl_python: str) -> Measurement:
+def measure_trl(folder: Path, options: argparse.Namespace) -> Measurement:
     """Run TRL's part in its own environment."""
-    command = [trl_python, str(Path(__file__).resolve()), "--trl_part", str(folder), "--steps", str(num_steps)]
+    command = [options.trl_python, str(Path(__file__).resolve()), "--trl_part", str(folder), "--steps", str(options.steps)]
+    command += ["--model", str(options.model), "--data", str(options.data)]
     run_process(command, folder / "trl.log")
     return Measurement(**json.loads((folder / "trl.json").read_text()))
 
 
-def measure_verl_rc(folder: Path, num_steps: int) -> Measurement:
+def measure_verl_rc(folder: Path, options: argparse.Namespace) -> Measurement:
     """Run verl_rc and read its step times."""
     run_folder = Path(tempfile.mkdtemp(prefix="run_", dir=folder))
     overrides = [
         "algorithm.adv_estimator=grpo",
         "algorithm.rollout_correction.preset=decoupled_seq_is",
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.val_files={folder / 'val.parquet'}",
+        f"data.train_files={options.data / 'train.parquet'}",
+        f"data.val_files={options.data / 'val.parquet'}",
         f"data.train_batch_size={PROMPTS_PER_STEP}",
-        "data.max_prompt_length=16",
-        f"data.max_response_length={TOKENS_PER_COMPLETION}",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
+        "data.max_prompt_length=20",
+        f"data.max_response_length={MOST_TOKENS}",
+        f"actor_rollout_ref.model.path={options.model}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS_PER_STEP}",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
@@ -153,15 +151,14 @@ def measure_verl_rc(folder: Path, num_steps: int) -> Measurement:
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
         f"actor_rollout_ref.rollout.n={SAMPLES_PER_PROMPT}",
-        "actor_rollout_ref.rollout.ignore_eos=True",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.dtype=float32",
+        f"actor_rollout_ref.rollout.dtype={options.rollout_dtype}",
         "actor_rollout_ref.rollout.kv_cache_megabytes=64",
         f"reward.custom_reward_function.path={Path(__file__).resolve()}",
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
         "trainer.total_epochs=1",
-        f"trainer.total_training_steps={num_steps}",
+        f"trainer.total_training_steps={options.steps}",
         "trainer.val_before_train=False",
         "trainer.logger=['console']",
         f"trainer.default_local_dir={run_folder}",
@@ -173,7 +170,7 @@ def measure_verl_rc(folder: Path, num_steps: int) -> Measurement:
 
 
 def print_comparison(rounds: dict[str, list[Measurement]]) -> None:
-    """One line per trainer, and the ratio of their rates when both were measured on completions of the same length."""
+    """One line per trainer, and the ratio of their rates when completions had the same length."""
     print("| trainer | completions/s | seconds per step | tokens per completion | completions/s of each round |")
     print("|---|---|---|---|---|")
     rates, lengths = {}, {}
@@ -183,8 +180,8 @@ def print_comparison(rounds: dict[str, list[Measurement]]) -> None:
         lengths[name] = statistics.mean(measurement.mean_tokens for measurement in measurements)
         each = ", ".join(f"{completions_per_second(measurement.step_seconds):.1f}" for measurement in measurements)
         print(f"| {name} | {rates[name]:.1f} | {statistics.median(pooled):.3f} | {lengths[name]:.1f} | {each} |")
-    if any(length != TOKENS_PER_COMPLETION for length in lengths.values()):
-        print(f"not comparable: every completion must have {TOKENS_PER_COMPLETION} tokens, one trainer's were shorter")
+    if max(lengths.values()) > (1 + SAME_LENGTH) * min(lengths.values()):
+        print("not comparable: the completions of one trainer are longer than those of the other")
     elif len(rates) == 2:
         print(f"verl_rc makes {rates['verl_rc'] / rates['TRL']:.2f} times as many completions per second as TRL")
 
@@ -193,6 +190,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl_python", help="interpreter of an environment with TRL; without it verl_rc is measured alone")
+    quickstart = ROOT / "runs" / "quickstart"
+    parser.add_argument("--model", type=Path, default=quickstart / "sft_model", help="model folder")
+    parser.add_argument("--data", type=Path, default=quickstart / "data", help="folder with train.parquet and val.parquet")
+    parser.add_argument("--rollout_dtype", default="float32", help="precision of verl_rc's engine")
     parser.add_argument("--steps", type=int, default=12, help=f"steps per round, of which {WARM_UP_STEPS} warm up")
     parser.add_argument("--rounds", type=int, default=2, help="times that each trainer runs")
     parser.add_argument("--only_trl", action="store_true", help="measure TRL alone")
@@ -209,16 +210,15 @@ def main() -> None:
     """Measure both in turn and print the comparison."""
     options = parse_arguments()
     if options.trl_part:
-        train_with_trl(options.trl_part, options.steps)
+        train_with_trl(options)
         return
     rounds: dict[str, list[Measurement]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        make_inputs(Path(folder), options.steps)
         for _ in range(options.rounds):
             if options.trl_python:
-                rounds.setdefault("TRL", []).append(measure_trl(Path(folder), options.steps, options.trl_python))
+                rounds.setdefault("TRL", []).append(measure_trl(Path(folder), options))
             if not options.only_trl:
-                rounds.setdefault("verl_rc", []).append(measure_verl_rc(Path(folder), options.steps))
+                rounds.setdefault("verl_rc", []).append(measure_verl_rc(Path(folder), options))
     print_comparison(rounds)
 
 

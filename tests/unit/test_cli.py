@@ -123,7 +123,7 @@ def test_migrate_prints_overrides_and_says_what_changed(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("arguments", [["migrate", "nowhere.yaml"], ["presets", "decoupled_sq_is"]])
-def test_mistakes_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_other_commands_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"verl-rc {arguments[0]}: ")
@@ -131,6 +131,8 @@ def test_mistakes_are_one_line(arguments: list[str], capsys: pytest.CaptureFixtu
 
 def test_presets_are_printed_as_their_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["presets", "decoupled_seq_is_rs", "disabled"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "decoupled_seq_is_rs: rollout_is=sequence, rollout_rs=seq_sum_k1, rollout_rs_threshold=0.5_2.0"
-    assert second == "disabled: measures only"
+    lines = capsys.readouterr().out.splitlines()
+    rules = "rollout_rs=seq_sum_k1, rollout_rs_threshold=0.5_2.0"
+    assert lines[0] == f"decoupled_seq_is_rs: rollout_is=sequence, {rules}, rollout_is_threshold=2.0"
+    assert lines[1].startswith("    sequence weights; sequences with a ratio outside [0.5, 2] are rejected (verl")
+    assert lines[2] == "disabled: measures only"

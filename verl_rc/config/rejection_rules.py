@@ -1,6 +1,7 @@
 """The rejection rules by name: what they look at, and what their thresholds bound."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,14 @@ class RejectionRule:
     def bounds_ratio(self) -> bool:
         """Whether thresholds are bounds on the ratio train/rollout (k1); else they are upper bounds on the statistic."""
         return self.divergence == "k1"
+
+    @property
+    def largest(self) -> float:
+        """What the statistic of one token, a row's mean or a row's maximum can never exceed: log-ratios are bounded by ±20,
+        probabilities kept 1e-8 away from 0 and 1."""
+        if self.scope == "seq_sum":
+            return math.inf
+        return {"k1": math.inf, "k2": 200.0, "k3": math.exp(20.0), "tv": 1.0, "bkl": 18.5, "kpop": 18.5}[self.divergence]
 
     @property
     def is_per_token(self) -> bool:

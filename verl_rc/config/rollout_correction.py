@@ -112,11 +112,26 @@ class RolloutCorrectionConfig(PresetConstructors):
                 f"{_SECTION}.rollout_is_batch_normalize=True needs weights to normalise; pass {_SECTION}.rollout_is=token or "
                 "drop it"
             )
+        if self.rollout_is is None and self.rollout_is_threshold != type(self).model_fields["rollout_is_threshold"].default:
+            raise ValueError(
+                f"{_SECTION}.rollout_is_threshold={self.rollout_is_threshold} bounds nothing: {_SECTION}.rollout_is is null; "
+                "pass rollout_is=token or another level, or drop it"
+            )
+        if self.nonfinite_logprob == "raise" and self.nonfinite_stop_fraction != 0.01:
+            raise ValueError(
+                f"{_SECTION}.nonfinite_stop_fraction={self.nonfinite_stop_fraction} is never read with "
+                f"{_SECTION}.nonfinite_logprob=raise, which allows no token at all; drop one of them"
+            )
         self.rejection_bounds()
         self._check_modes()
         return self
 
     def _check_modes(self) -> None:
+        if self.bypass_mode and self.loss_type == "ppo_clip" and self.rollout_is_batch_normalize:
+            raise ValueError(
+                f"{_SECTION}.rollout_is_batch_normalize=True scales nothing with loss_type=ppo_clip in bypass mode, whose loss "
+                "takes no weights; pass loss_type=reinforce or drop it"
+            )
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
                 f"{_SECTION}.loss_type=reinforce is a loss of bypass mode; pass {_SECTION}.bypass_mode=True or drop it"
@@ -208,6 +223,8 @@ class RolloutCorrectionConfig(PresetConstructors):
 def _check_bound(rule: RejectionRule, bound: Threshold, key: str) -> None:
     if not rule.bounds_ratio and bound.lower is not None:
         raise ValueError(f"{key} must be one upper bound; got {bound}, pass {bound.upper}")
+    if not rule.bounds_ratio and bound.upper >= rule.largest:
+        raise ValueError(f"{key} must be below {rule.largest:g}, the most there can be; got {bound}")
     if rule.bounds_ratio and bound.reciprocal_lower > bound.upper:
         raise ValueError(f"{key} as one number u means 1/u to u and must be >= 1; got {bound}, pass {1 / bound.upper:g}")
 

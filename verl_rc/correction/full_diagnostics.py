@@ -8,6 +8,7 @@ from verl_rc.correction.context import NUM_AGES
 from verl_rc.correction.histogram import percentile
 from verl_rc.correction.log_ratio import SAFETY_BOUND
 from verl_rc.correction.moments import Moments, Numbers, effective_sample_size
+from verl_rc.correction.tail import pareto_k
 
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 
@@ -81,7 +82,7 @@ def _ess(numbers: Numbers, name: str, count: float) -> float:
 
 
 def _weight_percentiles(numbers: Numbers, config: RolloutCorrectionConfig) -> dict[str, float]:
-    """Percentiles of the raw weights, from the log-ratios they are made of; prefix weights have none."""
+    """Percentiles and tail of the raw weights, from the log-ratios they are made of; prefix weights have none."""
     levels = {"token": 0, "sequence": 1, "geometric": 2}
     if config.rollout_is is None or config.rollout_is not in levels:
         return {}
@@ -89,7 +90,9 @@ def _weight_percentiles(numbers: Numbers, config: RolloutCorrectionConfig) -> di
     if not any(counts):
         return {}
     logs = {percent: percentile(counts, percent) for percent in PERCENTS}
-    return {f"rollout_is_p{percent}": math.exp(min(log, SAFETY_BOUND)) for percent, log in logs.items()}
+    metrics = {f"rollout_is_p{percent}": math.exp(min(log, SAFETY_BOUND)) for percent, log in logs.items()}
+    shape = pareto_k(counts)
+    return metrics if shape is None else {**metrics, "rollout_is_pareto_k": shape}
 
 
 def _rejection_metrics(numbers: Numbers) -> dict[str, float]:

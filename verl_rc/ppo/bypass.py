@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
@@ -41,12 +42,16 @@ def correct_current(
     """The micro-batch with ``loss_mask`` and weights as current ``log_probs`` (float32 ``[B, R]``, detached) demand.
 
     ``statistics`` need to be those of the whole mini-batch only where ``needs_statistics_first`` says so. Weights enter the
-    loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout.
+    loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout. A token that is to be neutral
+    gets the current policy for its rollout policy, and so a ratio of 1.
     """
     weights, keep = apply(
         log_probs, batch.rollout_log_probs, batch.response_mask, config, statistics, advantages=batch.advantages
     )
     corrected = batch.clone(recurse=False)
+    if config.nonfinite_logprob == "neutral":
+        known = batch.old_log_probs.isfinite()
+        corrected.old_log_probs = torch.where(known, batch.old_log_probs, log_probs)
     corrected.loss_mask = batch.response_mask & keep
     corrected.rollout_is_weights = weights if config.loss_type == "reinforce" else None
     return corrected

@@ -76,7 +76,7 @@ def everything(level: str) -> RolloutCorrectionConfig:
             "rollout_is": level,
             "rollout_is_batch_normalize": True,
             "rollout_rs": ",".join(REJECTION_RULES),
-            "rollout_rs_threshold": 1.2,
+            "rollout_rs_threshold": ["1.2" if rule.bounds_ratio else 0.9 for rule in REJECTION_RULES.values()],
             "rollout_token_veto_threshold": 0.3,
             "rollout_opsm_threshold": 0.1,
             "diagnostics": "full",

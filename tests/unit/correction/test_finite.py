@@ -16,4 +16,4 @@ def test_the_configured_share_decides() -> None:
 
 def test_raise_allows_none() -> None:
     with pytest.raises(NonFiniteLogProbError, match=r"at most 0\.00%"):
-        require_finite(METRICS, RolloutCorrectionConfig(nonfinite_logprob="raise", nonfinite_stop_fraction=0.5))
+        require_finite(METRICS, RolloutCorrectionConfig(nonfinite_logprob="raise"))

@@ -1,15 +1,18 @@
 """Weights, masks and full diagnostics against plain loops over tokens in Python floats, written independently."""
 
+import functools
+import itertools
 import math
 import random
 import statistics
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
-from verl_rc.config.rollout_correction import REJECTION_RULES, RolloutCorrectionConfig
-from verl_rc.correction import compute_rollout_correction
+from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
+from verl_rc.correction import RowContext, apply, compute_rollout_correction, measure
 
 SAFE = 20.0
 BOUNDS = {"k1": (0.7, 1.6), "k2": 0.08, "k3": 0.08, "tv": 0.05, "bkl": 0.02, "kpop": 0.03}
@@ -92,67 +95,144 @@ def applied(weight: float, threshold: float | str) -> float:
     return min(weight, threshold)
 
 
-def make(seed: int, rows: int = 9, width: int = 20) -> tuple[list[Row], dict[str, torch.Tensor | list[str]]]:
-    """Random rows with holes in their masks, one of them empty, and the same as tensors."""
+UNREAD = (math.nan, -math.inf, math.inf, 0.0, -3.0)
+"""What stands at masked positions."""
+
+
+def make(
+    seed: int, rows: int = 9, width: int = 20, scales: tuple[float, ...] = (0.05, 0.3, 0.6)
+) -> tuple[list[Row], dict[str, Any]]:
+    """Random rows with holes in their masks, some of them empty, and the same as tensors; ``scales`` of the log-ratios."""
     source = random.Random(seed)
     made = []
-    train, rollout = torch.full((rows, width), math.nan, dtype=torch.float64), torch.zeros(rows, width, dtype=torch.float64)
-    advantages, mask = torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool)
+    train, rollout = ([[source.choice(UNREAD) for _ in range(width)] for _ in range(rows)] for _ in range(2))
+    advantages, mask = ([[0.0] * width for _ in range(rows)] for _ in range(2))
     for i in range(rows):
         positions = [] if i == 4 else [t for t in range(source.randint(1, width)) if source.random() < 0.8]
-        scale = source.choice([0.05, 0.3, 0.6])
+        scale = source.choice(scales)
         ratios = {t: source.gauss(0, scale) for t in positions}
         positive = {t: source.random() < 0.5 for t in positions}
         train_row = {t: -source.random() * 3 for t in positions}
         made.append(Row(ratios, train_row, positive, source.random() < 0.5, f"prompt-{i // 3}"))
         for t in positions:
-            train[i, t] = train_row[t]
-            rollout[i, t] = train_row[t] - ratios[t]
-            advantages[i, t] = 1.0 if positive[t] else -1.0
-            mask[i, t] = True
+            train[i][t] = train_row[t]
+            rollout[i][t] = train_row[t] - ratios[t]
+            advantages[i][t] = 1.0 if positive[t] else -1.0
+            mask[i][t] = 1.0
     facts = {
-        "train_log_probs": train,
-        "rollout_log_probs": rollout,
-        "response_mask": mask,
-        "advantages": advantages,
+        "train_log_probs": torch.tensor(train, dtype=torch.float64),
+        "rollout_log_probs": torch.tensor(rollout, dtype=torch.float64),
+        "response_mask": torch.tensor(mask).bool(),
+        "advantages": torch.tensor(advantages),
         "group_ids": [row.group for row in made],
         "scores": torch.tensor([1.0 if row.correct else -1.0 for row in made]),
     }
     return made, facts
 
 
-@pytest.mark.parametrize("seed", range(6))
+@functools.cache
+def thousand() -> tuple[list[Row], dict[str, Any]]:
+    """A thousand rows, each a case of its own for what looks at one row; some log-ratios are far beyond the safety bound."""
+    return make(0, rows=1000, width=6, scales=(0.02, 0.1, 0.3, 0.6, 0.6, 15.0))
+
+
+@functools.cache
+def small_batches() -> list[tuple[list[Row], dict[str, Any]]]:
+    """A thousand batches of a few rows, for what looks at the whole batch."""
+    return [make(seed, rows=1 + seed % 3, width=4, scales=(0.1, 0.5, 8.0)) for seed in range(1000)]
+
+
+def decide(config: RolloutCorrectionConfig, facts: dict[str, Any], way: str) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Weights and keep mask, at once or measured and applied in uneven parts."""
+    if way == "whole":
+        result = compute_rollout_correction(**facts, config=config)
+        return result.weights, result.keep_mask
+    names = ("train_log_probs", "rollout_log_probs", "response_mask", "advantages")
+    rows = facts["train_log_probs"].shape[0]
+    cuts = sorted({0, rows // 7, rows // 3, rows // 3 + 1, rows})
+    parts = [[facts[name][start:end] for name in names] for start, end in itertools.pairwise(cuts)]
+    measured = [measure(*part[:3], config, RowContext(advantages=part[3])) for part in parts]
+    whole = functools.reduce(lambda one, two: one.merge(two), measured)
+    applied_parts = [apply(*part[:3], config, whole, part[3]) for part in parts]
+    weights = [weight for weight, _ in applied_parts if weight is not None]
+    return torch.cat(weights) if weights else None, torch.cat([keep for _, keep in applied_parts])
+
+
+def kept_positions(row: Row, keep: list[bool]) -> set[int]:
+    return {t for t in row.ratios if keep[t]}
+
+
+def assert_kept(config: RolloutCorrectionConfig, way: str, rejected: list[set[int]]) -> None:
+    """That of the thousand rows exactly ``rejected`` is left out, and that there is something of both."""
+    rows, facts = thousand()
+    keep = decide(config, facts, way)[1].tolist()
+    assert [kept_positions(row, one) for row, one in zip(rows, keep, strict=True)] == [
+        set(row.ratios) - left_out for row, left_out in zip(rows, rejected, strict=True)
+    ]
+    tokens, left = sum(len(row.ratios) for row in rows), sum(map(len, rejected))
+    assert 0.02 * tokens < left < 0.98 * tokens
+
+
+WAYS = pytest.mark.parametrize("way", ["whole", "parts"])
+
+
+@WAYS
 @pytest.mark.parametrize("rule", list(REJECTION_RULES))
-def test_every_rule(rule: str, seed: int) -> None:
-    rows, facts = make(seed)
+def test_every_rule(rule: str, way: str) -> None:
     bound = threshold_of(rule)
     config = RolloutCorrectionConfig.model_validate(
         {"rollout_rs": rule, "rollout_rs_threshold": list(bound) if isinstance(bound, tuple) else bound}
     )
-    result = compute_rollout_correction(**facts, config=config)
-    for i, row in enumerate(rows):
-        kept = {t for t in row.ratios if result.keep_mask[i, t]}
-        assert kept == set(row.ratios) - rejected_by(rule, row)
+    assert_kept(config, way, [rejected_by(rule, row) for row in thousand()[0]])
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("level", ["token", "prefix", "sequence", "geometric"])
+@WAYS
+@pytest.mark.parametrize("veto", [1e-4, 0.3])
+def test_veto(veto: float, way: str) -> None:
+    rows = thousand()[0]
+    rejected = [set(row.ratios) if any(math.exp(x) < veto for x in row.ratios.values()) else set() for row in rows]
+    assert_kept(RolloutCorrectionConfig(rollout_token_veto_threshold=veto), way, rejected)
+
+
+@WAYS
+def test_off_policy_sequence_masking_of_a_thousand_rows(way: str) -> None:
+    rejected = [
+        {t for t in row.ratios if not row.positive[t] and statistics.fmean(row.ratios.values()) < -0.05} for row in thousand()[0]
+    ]
+    assert_kept(RolloutCorrectionConfig(rollout_opsm_threshold=0.05), way, rejected)
+
+
+@WAYS
 @pytest.mark.parametrize("threshold", [1.3, "0.8_1.3"])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_every_level(level: str, threshold: float | str, normalize: bool, seed: int) -> None:
-    rows, facts = make(seed)
-    config = RolloutCorrectionConfig.model_validate(
-        {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": normalize}
-    )
-    result = compute_rollout_correction(**facts, config=config)
-    weights = [{t: applied(raw_weight(level, row, t), threshold) for t in row.ratios} for row in rows]
+@pytest.mark.parametrize("level", WEIGHT_LEVELS)
+def test_every_level(level: str, threshold: float | str, way: str) -> None:
+    rows, facts = thousand()
+    config = RolloutCorrectionConfig.model_validate({"rollout_is": level, "rollout_is_threshold": threshold})
+    weights, keep = decide(config, facts, way)
+    assert weights is not None
+    assert keep.all()
+    expected = [[applied(raw_weight(level, row, t), threshold) if t in row.ratios else 0.0 for t in range(6)] for row in rows]
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-14)
+
+
+@WAYS
+@pytest.mark.parametrize("level", WEIGHT_LEVELS)
+def test_batch_normalisation(level: str, way: str) -> None:
+    fields = {"rollout_is": level, "rollout_is_batch_normalize": True}
+    configs = [RolloutCorrectionConfig.model_validate({**fields, "rollout_is_threshold": bound}) for bound in (1.3, "0.8_1.3")]
     per_row = level in ("sequence", "geometric")
-    averaged = [statistics.fmean(w.values()) for w in weights if w] if per_row else [x for w in weights for x in w.values()]
-    scale = (statistics.fmean(averaged) if normalize else 1.0) or 1.0  # weights that are all 0 stay 0
-    assert result.weights is not None
-    for i, row in enumerate(weights):
-        for t in range(result.weights.shape[1]):
-            assert float(result.weights[i, t]) == pytest.approx(row.get(t, 0.0) / scale, rel=1e-10, abs=1e-12)
+    for number, (rows, facts) in enumerate(small_batches()):
+        config = configs[number % 2]
+        threshold = config.rollout_is_threshold
+        weights = [{t: applied(raw_weight(level, row, t), threshold) for t in row.ratios} for row in rows]
+        averaged = [statistics.fmean(w.values()) for w in weights if w] if per_row else [x for w in weights for x in w.values()]
+        mean = statistics.fmean(averaged or [1.0])
+        scale = mean if mean > 1e-8 else 1.0  # weights that are all 0 stay 0
+        found = decide(config, facts, way)[0]
+        assert found is not None
+        for row, found_row in zip(weights, found.tolist(), strict=True):
+            expected_row = [row.get(t, 0.0) / scale for t in range(4)]
+            assert found_row == pytest.approx(expected_row, rel=2e-15 / scale + 1e-12, abs=1e-12)  # means are kept as mean - 1
 
 
 RULES = "token_k1,seq_mean_k3,token_k2,seq_max_k2"
@@ -266,7 +346,7 @@ def test_misalignment_test(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_off_policy_sequence_masking(seed: int) -> None:
-    rows, facts = make(seed)
+    rows, facts = make(seed, rows=30)
     config = RolloutCorrectionConfig(
         rollout_opsm_threshold=0.05, rollout_rs="token_k2", rollout_rs_threshold=0.08, diagnostics="full"
     )

@@ -1,0 +1,47 @@
+"""Tool tokens between turns change nothing: the same response without them gives the same weights, rejections and metrics."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction import compute_rollout_correction
+
+PLAN = ["ttt...tttt", "tttttttttt", ".tt.t.....", "tttt.ttt.."]
+"""``t``: a token of the policy's, ``.``: of a tool, or padding."""
+
+
+def packed(values: Tensor, mask: Tensor, padding: float = 0.0) -> Tensor:
+    """The tokens of the policy, moved to the left."""
+    rows = [[value for value, counts in zip(row, there, strict=True) if counts] for row, there in zip(values, mask, strict=True)]
+    return torch.tensor([row + [padding] * (values.shape[1] - len(row)) for row in rows], dtype=values.dtype)
+
+
+def presets() -> dict[str, RolloutCorrectionConfig]:
+    """Every level of weights and every scope of rules, one choice each."""
+    names = ("decoupled_token_is", "decoupled_seq_is_rs", "decoupled_geo_rs", "decoupled_k3_rs_seq_tis", "decoupled_token_icepop")
+    prefix = RolloutCorrectionConfig(rollout_is="prefix", rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold="0.6_1.8,0.2")
+    return {**{name: RolloutCorrectionConfig.from_preset(name) for name in names}, "prefix": prefix}
+
+
+@pytest.mark.parametrize("name", list(presets()))
+def test_same_as_without_tool_tokens(name: str) -> None:
+    mask = torch.tensor([[symbol == "t" for symbol in row] for row in PLAN])
+    generator = torch.Generator().manual_seed(3)
+    rollout = -torch.rand(mask.shape, generator=generator)
+    train = rollout + 0.4 * torch.randn(mask.shape, generator=generator)
+    train[~mask], rollout[~mask] = -50.0, 0.0  # the trainer knows tool tokens too, and finds them unlikely
+    config = presets()[name].model_copy(update={"diagnostics": "full"})
+    versions = torch.where(mask, 5, -1)
+    there = compute_rollout_correction(train, rollout, mask, config, policy_versions=versions)
+    lengths = mask.sum(dim=-1, keepdim=True)
+    dense = torch.arange(mask.shape[1]) < lengths
+    alone = compute_rollout_correction(
+        packed(train, mask), packed(rollout, mask), dense, config, policy_versions=torch.where(dense, 5, -1)
+    )
+    if there.weights is not None and alone.weights is not None:
+        torch.testing.assert_close(packed(there.weights, mask), torch.where(dense, alone.weights, 0.0))
+    assert torch.equal(packed(there.keep_mask & mask, mask), alone.keep_mask & dense)
+    mine, theirs = there.metrics(), alone.metrics()
+    shared = {name for name in mine if "/turn_" not in name}
+    assert {name: mine[name] for name in shared} == pytest.approx({name: theirs[name] for name in shared}, nan_ok=True)
