@@ -24,9 +24,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-rc", description="The tools around a training run.")
     subcommands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="SUBCOMMAND")
+    _add_explain(subcommands)
+    _add_doctor(subcommands)
     _add_export(subcommands)
     _add_migrate(subcommands)
     _add_presets(subcommands)
+    return parser
+
+
+def _add_explain(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "say what a configuration will do: objective, steps, batch arithmetic, options without effect"
+    _add_with_configuration(subcommands, "explain", summary).set_defaults(run=_explain)
+
+
+def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "check whether a run can start here: packages, devices, memory, disk, model, data, reward"
+    _add_with_configuration(subcommands, "doctor", summary).set_defaults(run=_doctor)
+
+
+def _add_with_configuration(
+    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str
+) -> argparse.ArgumentParser:
+    """A subcommand whose arguments are those of verl_rc.main_ppo, ``--config-name`` and ``--config-dir`` included."""
+    # With no character that starts an option, argparse leaves all arguments to the loader.
+    parser = subcommands.add_parser(name, help=summary, prefix_chars="\0", add_help=False)
+    parser.add_argument("arguments", metavar="KEY=VALUE", nargs="*")
     return parser
 
 
@@ -69,6 +91,51 @@ def _add_presets(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.set_defaults(run=_presets)
 
 
+def _explain(given: argparse.Namespace) -> int:
+    if _asks_for_help(given.arguments):
+        return _show_usage("explain", given.arguments)
+    from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
+    from verl_rc.report.explain import plan_text  # noqa: PLC0415  (torch)
+
+    try:
+        config = load_run_config(given.arguments)
+    except ValueError as error:
+        return _refuse_configuration(error)
+    sys.stdout.write(plan_text(config))
+    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    if _asks_for_help(given.arguments):
+        return _show_usage("doctor", given.arguments)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
+    from verl_rc.report.doctor import examine  # noqa: PLC0415  (torch, transformers)
+    from verl_rc.report.findings import verdict  # noqa: PLC0415  (next to the one above)
+
+    try:
+        config = load_run_config(given.arguments)
+    except ValueError as error:
+        return _refuse_configuration(error)
+    failures = 0
+    for finding in examine(config):
+        failures += finding.status == "failed"
+        sys.stdout.write("".join(f"{line}\n" for line in finding.lines()))
+        sys.stdout.flush()
+    sys.stdout.write(f"{verdict(failures)}\n")
+    return 1 if failures else 0
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    return not arguments or bool({"-h", "--help"} & set(arguments))
+
+
+def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
+    sys.stdout.write(f"usage: verl-rc {subcommand} KEY=VALUE ...   (as python -m verl_rc.main_ppo takes them)\n")
+    return 0 if arguments else USER_ERROR
+
+
 def _migrate(given: argparse.Namespace) -> int:
     from verl_rc.config.migration import migrate  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
 
@@ -83,15 +150,18 @@ def _migrate(given: argparse.Namespace) -> int:
 
 
 def _presets(given: argparse.Namespace) -> int:
-    from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig  # noqa: PLC0415
+    from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig  # noqa: PLC0415  (pydantic)
 
     try:
         configs = {name: RolloutCorrectionConfig.from_preset(name) for name in given.names or PRESETS}
     except ValueError as error:
         return _refuse("presets", error)
     for name, config in configs.items():
-        fields = config.model_dump(exclude_defaults=True)
+        decided = {"rollout_is_threshold": config.rollout_is is not None, "loss_type": config.bypass_mode}
+        fields = config.model_dump(exclude_defaults=True, exclude={field for field, is_read in decided.items() if not is_read})
+        fields |= {field: getattr(config, field) for field, is_read in decided.items() if is_read}
         sys.stdout.write(f"{name}: {', '.join(f'{field}={value}' for field, value in fields.items()) or 'measures only'}\n")
+        sys.stdout.write(f"    {PRESETS[name].summary} ({PRESETS[name].origin})\n")
     return 0
 
 
@@ -108,6 +178,12 @@ def _export(given: argparse.Namespace) -> int:
         return _refuse("export", error)
     sys.stdout.write(f"{written}\n")
     return 0
+
+
+def _refuse_configuration(error: Exception) -> int:
+    """Every mistake on a line of its own, as a run reports them."""
+    sys.stderr.write(f"configuration error:\n{error}\n")
+    return USER_ERROR
 
 
 def _refuse(subcommand: str, error: Exception) -> int:

@@ -25,7 +25,7 @@ def publish(run: Run) -> int:
 def evaluated_step(run: Run, version: int) -> None:
     """Everything of a step that comes before the optimizer; then the optimizer, which moves the weights."""
     record = StepRecord()
-    prompts = next(iter(run.loader))
+    _, prompts = run.prompts.draw()
     rollouts = stages.generate(run, prompts, step=version + 1, epoch=0, record=record)
     scored = stages.score(run, prompts, rollouts, record)
     evaluations = stages.evaluate(run, rollouts, record)

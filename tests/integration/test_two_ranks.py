@@ -28,13 +28,24 @@ CORRECTIONS: dict[str, Mapping[str, object]] = {
     "bypass_other_rule": {**BYPASS, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.2"},
     "bypass_other_threshold": {**BYPASS, **RULE, "rollout_rs_threshold": "0.97_1.03"},
     "bypass_no_rule": {**BYPASS},
+    "kl_cov": {},
+    "clip_cov": {},
+    "kl_cov_in_bypass_mode": {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.2"},
 }
+COVARIANCE: Mapping[str, object] = {"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0, "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}
+LOSSES: dict[str, Mapping[str, object]] = {
+    "kl_cov": {**COVARIANCE, "loss_mode": "kl_cov"},
+    "clip_cov": {**COVARIANCE, "loss_mode": "clip_cov"},
+    "kl_cov_in_bypass_mode": {**COVARIANCE, "loss_mode": "kl_cov"},
+}
+"""Losses that look at the whole mini-batch; elsewhere it is PPO's."""
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 Gradients = dict[tuple[str, str], torch.Tensor]
 
 
 def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int, results: Any) -> None:
     """Whole gradients under every correction and aggregation mode, and the parameters after an update, from the first rank."""
+    from verl_rc.config.actor import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.distributed.mesh import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
@@ -50,22 +61,24 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int, resul
     for name, fields in CORRECTIONS.items():
         worker._correction = RolloutCorrectionConfig.model_validate(fields)
         bypass = worker._correction.bypass_mode
-        batch = make_train_batch(LENGTHS, () if bypass else REJECTED)
-        if bypass:  # all rows of the second rank are beyond every threshold
+        batch = make_train_batch(LENGTHS, () if bypass or name in LOSSES else REJECTED)
+        if bypass:  # all rows of the second rank are beyond every threshold, save for losses that look at both ranks' tokens
             current = worker.compute_log_probs(batch.tokens, [[0, 1, 2, 3, 4, 5, 6, 7]])[0]
             near = current + 0.2 * torch.randn(8, 7, generator=torch.Generator().manual_seed(7))
-            near[list(REJECTED)] += 5.0 if "rollout_rs" in fields else 0.0
+            near[list(REJECTED)] += 5.0 if "rollout_rs" in fields and name not in LOSSES else 0.0
             batch.rollout_log_probs = batch.old_log_probs = torch.where(batch.response_mask, near, 0.0)
         counted = batch.response_mask.sum(-1)
         share = MiniBatchShare(
             SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
         )
         for mode in MODES:
-            worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode})
+            policy_loss = PolicyLossConfig.model_validate(LOSSES.get(name, {}))
+            worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode, "policy_loss": policy_loss})
             correction = ActorCorrection(worker._correction, worker._mesh, policy_version=0) if bypass else None
             worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
             worker.model.discard_gradients()
+    worker._actor = worker._actor.model_copy(update={"policy_loss": PolicyLossConfig()})
     # A key bias shifts all scores of a query alike, so its gradient is 0 but for rounding, which Adam's first step blows up.
     moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
@@ -116,6 +129,12 @@ def test_a_step_of_adamw_is_the_same(both: tuple[Gradients, Gradients]) -> None:
     """Its first step divides each element by its own size, which magnifies the rounding of the smallest: hence 1e-4."""
     one, two = (found["adamw", "step"] for found in both)
     assert float((two - one).norm() / one.norm()) <= 1e-4
+
+
+@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
+def test_losses_that_look_at_the_mini_batch_are_no_other_loss(both: tuple[Gradients, Gradients], loss: str) -> None:
+    one, other = both[1][loss, "token-mean"], both[1]["decoupled", "token-mean"]
+    assert float((one - other).norm() / other.norm()) > 1e-3
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,6 +18,7 @@ LOADER_FILE = "data.pt"
 
 FIXED_KEYS = (
     "data.train_batch_size",
+    "data.gen_batch_size",
     "data.shuffle",
     "data.seed",
     "data.train_max_samples",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from verl_rc.checkpoint.errors import CheckpointError
+from verl_rc.checkpoint.safe_metadata import SafeReader
 
 HEADER_FILE = "shards.json"
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -65,7 +66,7 @@ class ShardHeader:
 def read_metadata(folder: Path) -> Metadata:
     """Names, shapes and places of the tensors in ``folder``. Raises ``CheckpointError`` when that cannot be read."""
     try:
-        return dcp.FileSystemReader(folder).read_metadata()
+        return SafeReader(folder).read_metadata()
     except Exception as error:  # a broken pickle can raise anything
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{folder} must hold readable shards, but {reason}. Use another checkpoint.") from error
@@ -121,7 +122,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def read_tensors(folder: Path, tensors: dict[str, Tensor], collective: bool) -> None:
     """Fill ``tensors`` from ``folder`` in place, all ranks together or this process alone. Raises ``CheckpointError``."""
     with _one_line_per_failure(f"reading the shards in {folder}"):
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=not collective)
+        dcp.load(tensors, storage_reader=SafeReader(folder), no_dist=not collective)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ class ActorGroup(RankGroup):
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
     def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> TokenScores:
-        """Log-probs and entropys ``[B, R]`` of all rows under the current weights."""
+        """Log-probs, entropys and, where needed, sums of squared probabilities ``[B, R]`` of all rows, under the current
+        weights."""
         return TokenScores(*self.score("compute_log_probs", tokens, limit))
 
     def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Tensor:

@@ -17,7 +17,9 @@ KlKind = Literal[
 """Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""
 
 
-POLICY_LOSSES = ("vanilla", "gspo", "gpg", "cispo", "geo_mean", "sapo", "dppo_tv", "dppo_kl", "dro")
+POLICY_LOSSES = (
+    "vanilla", "gspo", "gpg", "cispo", "geo_mean", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro",
+)  # fmt: skip
 """Names for ``actor.policy_loss.loss_mode``."""
 
 
@@ -69,6 +71,16 @@ class PolicyLossConfig(StrictModel):
     ``verl_rc.losses``."""
     dro_beta: float | None = Field(None, gt=0)
     """Weight of the quadratic penalty of ``dro``, which needs it."""
+    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """``clip_cov``: share of a mini-batch's tokens that is dropped, at least one."""
+    clip_cov_lb: float = 1.0
+    """``clip_cov``: tokens are dropped whose advantage and log-prob have a covariance above this."""
+    clip_cov_ub: float = 5.0
+    """``clip_cov``: and below this."""
+    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """``kl_cov``: share of a mini-batch's tokens that is penalised, at least one: those of the largest covariance."""
+    ppo_kl_coef: float = Field(0.1, ge=0)
+    """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
 
 
 class ActorConfig(StrictModel):

@@ -8,9 +8,13 @@ from verl_rc.config.actor import KlKind
 from verl_rc.config.base import StrictModel
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+TOKEN_BASELINE_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators that look at the proximal policy's whole distribution at every token."""
+GROUP_ESTIMATORS = (
+    "grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", *TOKEN_BASELINE_ESTIMATORS,
+)  # fmt: skip
 """Estimators that compare the samples of one prompt."""
-ADVANTAGE_ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "grpo_vectorized", "rloo_vectorized")
+ADVANTAGE_ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax", "grpo_vectorized", "rloo_vectorized")
 """Names for ``algorithm.adv_estimator``; the ``_vectorized`` ones are verl's, and the same thing."""
 
 
@@ -27,6 +31,20 @@ class KlControlConfig(StrictModel):
     """Rows after which a relative error of 1 would have doubled an adaptive weight."""
 
 
+class FilterGroupsConfig(StrictModel):
+    """``algorithm.filter_groups.*``: dynamic sampling (DAPO, arXiv:2503.14476), which trains on prompts that tell something."""
+
+    enable: bool = False
+    """Drop prompts whose samples all have the same ``metric`` and draw further ones until ``data.train_batch_size`` are left.
+    What is left beyond that is dropped too. A prompt that was dropped comes again in the next epoch; epochs beyond
+    ``trainer.total_epochs`` are begun where that is needed for the number of steps."""
+    metric: str = "acc"
+    """What samples of a prompt are compared by: ``score`` (or ``seq_reward``, ``seq_final_reward``: the same thing here), or a
+    column of numbers that the reward function returns."""
+    max_num_gen_batches: int = Field(0, ge=0)
+    """Batches of ``data.gen_batch_size`` prompts that one step may sample; a step that needs more ends the run. 0: no limit."""
+
+
 class AlgorithmConfig(StrictModel):
     """``algorithm.*``."""
 
@@ -38,6 +56,12 @@ class AlgorithmConfig(StrictModel):
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; False is Dr.GRPO."""
+    gdpo_reward_keys: list[str] | None = None
+    """``gdpo``: columns returned by the reward function that are normalised one by one; ``score`` is the score itself."""
+    gdpo_reward_weights: list[float] | None = None
+    """``gdpo``: their weights; null: 1 each."""
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    """Dynamic sampling."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from the reward."""
     kl_penalty: KlKind = "kl"

@@ -8,8 +8,7 @@ from verl_rc.config.actor import POLICY_LOSSES
 from verl_rc.config.algorithm import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.reference import ReferenceConfig
-from verl_rc.config.refused import NOT_BUILT
-from verl_rc.config.rollout import RolloutConfig
+from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import RunConfig
 
 _UNUSABLE_QUANTIZATIONS = {
@@ -30,9 +29,11 @@ def check_run(config: RunConfig) -> None:
 
 def check_files(config: RunConfig) -> None:
     """Raise ``ConfigError`` when a path that the run reads from does not exist."""
+    own_class = config.data.custom_cls.path  # which may find its data in its own way
     paths = {
-        "data.train_files": config.data.train_files,
-        "data.val_files": config.data.val_files,
+        "data.train_files": config.data.train_files if own_class is None else [],
+        "data.val_files": config.data.val_files if own_class is None else [],
+        "data.custom_cls.path": [own_class or __file__],
         "reward.custom_reward_function.path": [config.reward.custom_reward_function.path or __file__],
     }
     missing = [f"{key} must name existing files, {path!r} does not exist." for key, files in paths.items() for path in files
@@ -42,6 +43,8 @@ def check_files(config: RunConfig) -> None:
         models["critic.model.path"] = str(config.critic.model.path)
     if config.needs_reference:
         models["actor_rollout_ref.ref.model_path"] = str(config.actor_rollout_ref.ref.model_path)
+    if config.reward.reward_model.enable:
+        models["reward.reward_model.model_path"] = str(config.reward.reward_model.model_path)
     given = dict.fromkeys(models.values())  # a path that several keys follow is named once, by the first
     missing += [
         f"{next(key for key in models if models[key] == path)} must be a Hugging Face model folder (with config.json) or a hub "
@@ -58,13 +61,23 @@ def _may_be_a_model(path: str) -> bool:
     return is_hub_id or (Path(path).expanduser() / "config.json").is_file()
 
 
-def _not_built(config: RunConfig) -> Iterator[str]:
-    for row in NOT_BUILT:
-        value: object = config
-        for part in row.key.split("."):
-            value = getattr(value, part)
-        if row.is_refused(value):
-            yield f"{row.key}={value}: {row.instead}."
+def _data(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    weights = data.train_weights
+    if weights is not None and len(weights) != len(data.train_files):
+        yield (
+            f"data.train_weights must hold one number for each of the {len(data.train_files)} data.train_files, got "
+            f"{len(weights)} numbers."
+        )
+    if weights is not None and not all(0 < weight < math.inf for weight in weights):
+        yield f"data.train_weights must be positive numbers, got {weights}; remove the file instead of giving it no weight."
+    if (data.custom_cls.path is None) != (data.custom_cls.name is None):
+        yield (
+            "data.custom_cls.path and data.custom_cls.name belong together, got "
+            f"{data.custom_cls.path!r} and {data.custom_cls.name!r}."
+        )
+    if weights is not None and data.custom_cls.path is not None:
+        yield "data.train_weights is refused with data.custom_cls: the class mixes what it reads itself. Drop one of them."
 
 
 def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
@@ -102,20 +115,84 @@ def _names(config: RunConfig) -> Iterator[str]:
         "algorithm.adv_estimator": (config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS),
         "actor_rollout_ref.actor.policy_loss.loss_mode": (loss.loss_mode, POLICY_LOSSES),
     }
-    refused = {row.key: row.is_refused for row in NOT_BUILT}
     for key, (name, known) in chosen.items():
-        if name not in known and ":" not in name and not refused[key](name):
+        if name not in known and ":" not in name:
             yield f"{key} must be one of {', '.join(known)}, or module:function; got {name!r}."
     baseline = config.algorithm.rollout_correction.rejected_in_group_baseline
-    if baseline == "exclude" and config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus"):
+    if baseline == "exclude" and config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus", "remax"):
         yield (
             "algorithm.rollout_correction.rejected_in_group_baseline=exclude needs an estimator that compares samples of one "
             f"prompt, got algorithm.adv_estimator={config.algorithm.adv_estimator}; pass include, or another estimator."
+        )
+    if (
+        config.algorithm.rollout_correction.rejection_denominator == "kept"
+        and config.actor_rollout_ref.actor.loss_agg_mode == "token-sum"
+    ):
+        yield (
+            "algorithm.rollout_correction.rejection_denominator=kept needs a loss that is divided by something, got "
+            "actor_rollout_ref.actor.loss_agg_mode=token-sum; pass original, or token-mean."
         )
     if (loss.loss_mode == "dro") != (loss.dro_beta is not None):
         yield (
             "actor_rollout_ref.actor.policy_loss.dro_beta belongs to loss_mode=dro, which needs it; got loss_mode="
             f"{loss.loss_mode} and dro_beta={loss.dro_beta}."
+        )
+
+
+def _estimators(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    name, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if config.needs_sum_pi_squared and algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode does not compute: pass "
+            "algorithm.rollout_correction.bypass_mode=False, or another estimator."
+        )
+    if (name == "gdpo") != bool(keys):
+        yield (
+            "algorithm.gdpo_reward_keys belongs to algorithm.adv_estimator=gdpo, which needs it: the columns of the reward "
+            f"function that are normalised one by one. Got {keys} with adv_estimator={name}."
+        )
+    if weights is not None and len(weights) != len(keys or []):
+        yield (
+            f"algorithm.gdpo_reward_weights must hold one weight for each of algorithm.gdpo_reward_keys={keys}, got {weights}."
+        )
+
+
+def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
+    groups, data, samples = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.n
+    if not groups.enable and data.prompts_per_draw != data.train_batch_size:
+        yield (
+            f"data.gen_batch_size={data.gen_batch_size} has no effect without algorithm.filter_groups.enable=True; enable that, "
+            f"or drop it (data.train_batch_size={data.train_batch_size} prompts are sampled in every step)."
+        )
+    if not groups.enable:
+        return
+    if samples < 2:
+        yield (
+            "algorithm.filter_groups compares the samples of one prompt and needs actor_rollout_ref.rollout.n >= 2, got "
+            f"{samples}; raise it, or drop algorithm.filter_groups.enable."
+        )
+    most = groups.max_num_gen_batches * data.prompts_per_draw
+    if 0 < most < data.train_batch_size:
+        yield (
+            f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of data.gen_batch_size="
+            f"{data.gen_batch_size} prompts can never give data.train_batch_size={data.train_batch_size}; raise either."
+        )
+    if groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=True would need the KL penalty of "
+            "samples that are dropped, which is not computed; pass metric=seq_reward, the score without the penalty."
+        )
+
+
+def _overlong_penalty(config: RunConfig) -> Iterator[str]:
+    kwargs = config.reward.reward_kwargs
+    buffer, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or config.data.max_response_length
+    key = "reward.reward_kwargs.overlong_buffer_cfg"
+    if buffer.enable and (buffer.len is None or buffer.len > longest):
+        yield (
+            f"{key}.len must be given with {key}.enable=True, and be at most reward.reward_kwargs.max_resp_len={longest}; got "
+            f"{buffer.len}."
         )
 
 
@@ -177,6 +254,18 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         yield f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name} changes the sampled distribution and is refused; drop it."
 
 
+def _multi_turn(config: RunConfig) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    turns, key = rollout.multi_turn, "actor_rollout_ref.rollout.multi_turn"
+    if not turns.enable and turns != MultiTurnConfig():
+        given = ", ".join(sorted(turns.model_fields_set - {"enable"}))
+        yield f"{key} has no effect without {key}.enable=True, but {given} was given; enable it, or drop them."
+    if turns.enable and not turns.tools:
+        yield f"{key}.enable=True needs a tool: pass {key}.tools=[calculator], or module:attribute of one of your own."
+    if turns.enable and rollout.ignore_eos:
+        yield f"{key}.enable=True needs turns that end, but actor_rollout_ref.rollout.ignore_eos=True was given; drop it."
+
+
 def _engine(config: RunConfig) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     devices = config.num_engine_devices
@@ -229,11 +318,15 @@ def _tracking(config: RunConfig) -> Iterator[str]:
 
 
 _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    _not_built,
+    _data,
     _batch_arithmetic,
     _names,
+    _estimators,
+    _dynamic_sampling,
+    _overlong_penalty,
     _token_budgets,
     _sampling,
+    _multi_turn,
     _engine,
     _devices,
     _resuming,

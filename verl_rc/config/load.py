@@ -27,9 +27,9 @@ from verl_rc.config.checks import check_files, check_run
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.migration import legacy_translation
 from verl_rc.config.nearest import nearest_key
-from verl_rc.config.refused import REFUSED_SECTIONS, RENAMED
 from verl_rc.config.rollout_correction import preset_fields
 from verl_rc.config.run import RunConfig
+from verl_rc.config.verl_keys import Settled, is_verl_key, settle
 
 Schema = TypeVar("Schema", bound=StrictModel)
 
@@ -63,12 +63,16 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
         raise ConfigError(translation)
     prepared = [_prepare_override(schema, override) for override in overrides]
     given = _compose(schema, options, prepared)
-    _refuse_unknown(schema, given)
-    _apply_preset(given)
+    settled = settle(given) if schema is RunConfig else Settled(given, [])
+    _refuse_unknown(schema, settled.tree)
+    _apply_preset(settled.tree)
     try:
-        return schema.model_validate(given)
+        config = schema.model_validate(settled.tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+    if isinstance(config, RunConfig):
+        settled.check(config)
+    return config
 
 
 def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: str) -> None:
@@ -183,6 +187,8 @@ def _prepare_override(schema: type[BaseModel], override: str) -> str:
 
 
 def _check_key(schema: type[BaseModel], key: str) -> None:
+    if schema is RunConfig and is_verl_key(key):
+        return
     section: type[BaseModel] | None = schema
     parts = key.split(".")
     for index, part in enumerate(parts):
@@ -200,11 +206,6 @@ def _check_key(schema: type[BaseModel], key: str) -> None:
 
 
 def _unknown(schema: type[BaseModel], key: str) -> str:
-    if key in RENAMED:
-        return f"{key} is not a key here; write {RENAMED[key]}."
-    for section, reason in REFUSED_SECTIONS.items():
-        if key == section or key.startswith(section + "."):
-            return f"{key} is refused: {reason}."
     known = list(known_keys(schema))
     return f"{key} is not a known key; the nearest is {nearest_key(key, known)}. All keys: docs/configuration.md."
 

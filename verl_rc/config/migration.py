@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from verl_rc.config.refused import REFUSED_SECTIONS, RENAMED
+from verl_rc.config.refused import RENAMED
 from verl_rc.config.rollout_correction_legacy import import_legacy, is_legacy_key
+from verl_rc.config.verl_keys import moved, settle_leaf
 
 _SECTION = "algorithm.rollout_correction"
 
@@ -40,16 +41,16 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
     for key, value in given.items():
         if key in correction:
             continue
-        reason = next((why for name, why in REFUSED_SECTIONS.items() if key == name or key.startswith(f"{name}.")), None)
-        if key in RENAMED:
-            replacement = RENAMED[key]
-            notes.append(f"{key} is not a key here: {replacement}.")
-            if "<" not in replacement and "nothing" not in replacement and "=" not in replacement:
-                overrides.append(f"{replacement}={value}")
-        elif reason is not None:
-            notes.append(f"{key} is left out: {reason}.")
+        here = moved(key, RENAMED)
+        settled = settle_leaf(here, value, given)
+        if settled.problem is not None:
+            notes.append(f"{key} is left out: {settled.problem}.")
+        elif settled.accepted:
+            notes.append(f"{key}={value} is left out: it says what happens anyway.")
         else:
-            overrides.append(f"{key}={value}")
+            if settled.key != key:
+                notes.append(f"{key} is {settled.key} here.")
+            overrides.append(f"{settled.key}={_plain(settled.value)}")
     if correction:
         preset = correction.pop(f"{_SECTION}.preset", None)
         if preset is not None:

@@ -53,6 +53,28 @@ class SyncProofConfig(StrictModel):
     precision."""
 
 
+class MultiTurnConfig(StrictModel):
+    """``rollout.multi_turn.*``: tools that the policy may call before it answers."""
+
+    enable: bool = False
+    """Let the policy call tools. Sampled and tool tokens together are at most ``data.max_response_length``."""
+    tools: list[str] = []
+    """Names: ``calculator``, or ``module:attribute`` of a ``verl_rc.rewards.tools.Tool`` of your own."""
+    format: Literal["hermes", "tag"] = "hermes"
+    """How a call is written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), or
+    ``<tool>text</tool>`` for one tool with one argument."""
+    max_assistant_turns: int | None = Field(None, ge=1)
+    """Turns of the policy; null: no limit but that of tokens."""
+    max_user_turns: int | None = Field(None, ge=1)
+    """Answers of tools; null: no limit but that of tokens."""
+    max_parallel_calls: int = Field(1, ge=1)
+    """Calls of one turn that are answered, the first ones."""
+    max_tool_response_length: int = Field(256, ge=1)
+    """Longest answer of a tool, characters."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """What is kept of a longer answer: its left or right end, or both (``middle``)."""
+
+
 class RolloutConfig(StrictModel):
     """``actor_rollout_ref.rollout.*``."""
 
@@ -101,7 +123,7 @@ class RolloutConfig(StrictModel):
     max_num_batched_tokens: int = Field(8192, ge=1)
     """Tokens of one engine iteration."""
     enable_chunked_prefill: bool = True
-    """Cut long prompts up to mix them with decoding."""
+    """Cut long prompts up to mix them with decoding. Without effect on a CPU, where vLLM cannot do it with seeded requests."""
     enable_prefix_caching: bool = True
     """Reuse the cache of shared prompt prefixes; it is emptied after every weight update."""
     seed: int = 42
@@ -114,6 +136,8 @@ class RolloutConfig(StrictModel):
     """Rows of a log-prob micro-batch; null: ``actor.ppo_micro_batch_size_per_gpu``."""
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     """Sampling for validation."""
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    """Tools."""
     engine_kwargs: EngineKwargsConfig = EngineKwargsConfig()
     """Further arguments of the engine."""
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()

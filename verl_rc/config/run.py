@@ -10,7 +10,7 @@ from pydantic import BaseModel, model_validator
 from pydantic_core import PydanticUndefined
 
 from verl_rc.config.actor import ActorConfig
-from verl_rc.config.algorithm import AlgorithmConfig
+from verl_rc.config.algorithm import TOKEN_BASELINE_ESTIMATORS, AlgorithmConfig
 from verl_rc.config.base import StrictModel
 from verl_rc.config.critic import CriticConfig
 from verl_rc.config.data import DataConfig
@@ -32,6 +32,8 @@ FALLBACKS = (
     ("actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio"),
     ("actor_rollout_ref.actor.loss_scale_factor", "data.max_response_length"),
     ("data.seed", "trainer.seed"),
+    ("data.gen_batch_size", "data.train_batch_size"),
+    ("reward.reward_kwargs.max_resp_len", "data.max_response_length"),
     ("actor_rollout_ref.ref.model_path", "actor_rollout_ref.model.path"),
     ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
     ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
@@ -103,6 +105,11 @@ class RunConfig(StrictModel):
         return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
 
     @property
+    def needs_sum_pi_squared(self) -> bool:
+        """Whether the estimator needs the sum of squared probabilities at every token."""
+        return self.algorithm.adv_estimator in TOKEN_BASELINE_ESTIMATORS
+
+    @property
     def needs_reference(self) -> bool:
         """Whether anything compares with the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
@@ -128,6 +135,11 @@ class RunConfig(StrictModel):
         """Devices of all engines together."""
         rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
         return (rollout.nnodes or trainer.nnodes) * (rollout.n_gpus_per_node or trainer.n_gpus_per_node)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all pools: engines that share the trainer's count once."""
+        return self.num_ranks if self.actor_rollout_ref.hybrid_engine else self.num_ranks + self.num_engine_devices
 
     @property
     def num_engines(self) -> int:

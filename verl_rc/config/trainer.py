@@ -45,6 +45,8 @@ class TrainerConfig(StrictModel):
     """Checkpoint folder (``.../global_step_N``) for ``resume_mode=resume_path``."""
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
     """Checkpoints kept, the newest ones; null: all."""
+    max_nonfinite_updates: int = Field(3, ge=1)
+    """Optimizer steps in a row whose gradient is NaN or infinite, after which the run stops; each of them is left out."""
     critic_warmup: int = Field(0, ge=0)
     """Steps before this one train the critic only."""
     balance_batch: Literal[True] = True

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.correction.log_ratio import LogRatio, true_per_row
 from verl_rc.correction.rejection import masked_by_sign, row_statistic, vetoed_rows
 from verl_rc.correction.resolved import ResolvedCorrection
 from verl_rc.correction.rows import Columns, real_rows
@@ -14,16 +14,17 @@ LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 
 def accounting_columns(ratio: LogRatio, keep: Tensor, resolved: ResolvedCorrection, advantages: Tensor | None) -> Columns:
     """Response tokens the token rules keep; with full diagnostics also by sign of the advantage and by single rule."""
-    columns = {"token_kept": (ratio.response_mask & keep).sum(dim=-1).double()}
+    columns = {"token_kept": true_per_row(ratio.response_mask & keep)}
     by_sign, opsm = None, resolved.config.rollout_opsm_threshold
     if opsm is not None and advantages is not None:
         by_sign = masked_by_sign(ratio, opsm, advantages)
-        columns["opsm"] = by_sign.sum(dim=-1).double()
+        columns["opsm"] = true_per_row(by_sign)
     if not resolved.full:
         return columns
-    for sign, where in _signs(ratio, advantages).items():
-        columns[f"{sign}.tokens"] = where.sum(dim=-1).double()
-        columns[f"{sign}.kept"] = (where & keep).sum(dim=-1).double()
+    for sign, compare in (("positive", torch.gt), ("negative", torch.lt)):
+        where = None if advantages is None else ratio.response_mask & compare(advantages, 0)
+        columns[f"{sign}.tokens"] = torch.zeros_like(ratio.tokens) if where is None else true_per_row(where)
+        columns[f"{sign}.kept"] = torch.zeros_like(ratio.tokens) if where is None else true_per_row(where & keep)
     rejected = {
         bounded.name: ratio.valid & ~bounded.accepts(ratio.divergence(bounded.rule.divergence))
         for bounded in resolved.rules
@@ -31,10 +32,10 @@ def accounting_columns(ratio: LogRatio, keep: Tensor, resolved: ResolvedCorrecti
     }
     if by_sign is not None:
         rejected["opsm"] = by_sign
-    if rejected:
-        times = torch.stack(list(rejected.values())).sum(dim=0)
-        for name, where in rejected.items():
-            columns[f"rule.{name}.alone"] = (where & (times == 1)).sum(dim=-1).double()
+    if len(rejected) > 1:
+        alone = torch.stack(list(rejected.values())).sum(dim=0, dtype=torch.uint8) == 1
+        rejected = {name: where & alone for name, where in rejected.items()}
+    columns |= {f"rule.{name}.alone": true_per_row(where) for name, where in rejected.items()}
     return columns
 
 
@@ -61,13 +62,6 @@ def accounting_sums(columns: Columns, kept_rows: Tensor, resolved: ResolvedCorre
     sums |= _exclusive(columns, kept_rows, resolved)
     sums |= _by_length(response, kept)
     return sums | _by_score(response, kept, scores)
-
-
-def _signs(ratio: LogRatio, advantages: Tensor | None) -> dict[str, Tensor]:
-    if advantages is None:
-        nowhere = torch.zeros_like(ratio.response_mask)
-        return {"positive": nowhere, "negative": nowhere}
-    return {"positive": ratio.response_mask & (advantages > 0), "negative": ratio.response_mask & (advantages < 0)}
 
 
 def _exclusive(columns: Columns, kept_rows: Tensor, resolved: ResolvedCorrection) -> Columns:

@@ -12,7 +12,7 @@ from verl_rc.correction.context import RowContext, group_slots, newest_version
 from verl_rc.correction.diagnostics import SMALLEST_NORMALISER
 from verl_rc.correction.finite import require_finite
 from verl_rc.correction.importance import weighted_tokens
-from verl_rc.correction.log_ratio import LogRatio, check_shapes, log_ratio
+from verl_rc.correction.log_ratio import LogRatio, check_shapes, log_ratio, true_per_row
 from verl_rc.correction.measure import Sweep, TokenDecision, decide_tokens
 from verl_rc.correction.rejection import row_keep
 from verl_rc.correction.resolved import ResolvedCorrection
@@ -109,7 +109,7 @@ def apply(
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
             decision = decide_tokens(ratio, resolved, None if advantages is None else advantages[rows])
             columns = deciding_columns(ratio, resolved.rules, resolved.config)
-            columns["token_kept"] = (ratio.response_mask & decision.keep).sum(dim=-1).double()
+            columns["token_kept"] = true_per_row(ratio.response_mask & decision.keep)
             parts.append(columns)
             outputs.write(rows, ratio, decision)
         outputs.finish(concatenate(parts), statistics)
@@ -132,8 +132,7 @@ class _Outputs:
         self.keep[rows] = decision.keep
         if self.weights is not None:
             weighted = weighted_tokens(ratio, self._resolved.config)
-            applied = decision.weights.applied.masked_fill(~weighted, 0.0) if decision.weights is not None else weighted
-            self.weights[rows] = applied.to(self.weights.dtype)
+            self.weights[rows] = weighted if decision.weights is None else decision.weights.applied * weighted
 
     def finish(self, columns: Columns, statistics: CorrectionStatistics) -> Tensor:
         """Apply what holds for whole rows, and the batch's normaliser; returns the rejected rows, bool ``[B]``."""

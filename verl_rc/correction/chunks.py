@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-CHUNK_TOKENS = {"cpu": 1 << 16}
+CHUNK_TOKENS = {"cpu": 40_960}
 """Tokens of a chunk by kind of device: on a CPU its temporaries stay in the cache."""
 CHUNK_TOKENS_ELSEWHERE = 1 << 20
 

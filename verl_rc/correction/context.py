@@ -11,6 +11,9 @@ from verl_rc.correction.chunks import row_chunks
 NUM_AGES = 5
 """Token ages are told apart up to ``NUM_AGES - 1`` updates, which stands for all older ones too."""
 
+NUM_TURNS = 5
+"""Turns between tools' answers are told apart up to the last of these, which stands for all later ones too."""
+
 
 @dataclass(frozen=True)
 class RowContext:

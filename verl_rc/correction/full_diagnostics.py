@@ -4,7 +4,7 @@ import math
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction.accounting import LENGTH_EDGES
-from verl_rc.correction.context import NUM_AGES
+from verl_rc.correction.context import NUM_AGES, NUM_TURNS
 from verl_rc.correction.histogram import percentile
 from verl_rc.correction.log_ratio import SAFETY_BOUND
 from verl_rc.correction.moments import Moments, Numbers, effective_sample_size
@@ -20,7 +20,7 @@ def full_metrics(numbers: Numbers, config: RolloutCorrectionConfig) -> dict[str,
         metrics |= _weight_metrics(numbers, config)
     if config.rejects:
         metrics |= _rejection_metrics(numbers)
-    return metrics | _kept_metrics(numbers) | _age_metrics(numbers)
+    return metrics | _kept_metrics(numbers) | _age_metrics(numbers) | _turn_metrics(numbers)
 
 
 def _gap_metrics(numbers: Numbers, config: RolloutCorrectionConfig) -> dict[str, float]:
@@ -131,15 +131,26 @@ def _kept_metrics(numbers: Numbers) -> dict[str, float]:
 
 def _age_metrics(numbers: Numbers) -> dict[str, float]:
     """Age of the tokens in updates, and the gap by age; the last bucket holds all older ones too."""
-    sums = numbers.sums
     if numbers.maxima["age"] == -math.inf:
         return {}
     metrics = {"token_age_mean": numbers.share("age", "tokens"), "token_age_max": numbers.maxima["age"]}
-    for age in range(NUM_AGES):
-        if tokens := sums[f"age_{age}.tokens"]:
+    return metrics | _bucket_metrics(numbers, "age", NUM_AGES)
+
+
+def _turn_metrics(numbers: Numbers) -> dict[str, float]:
+    """The gap by turn of the conversation, where any has a second one; the last bucket holds all later turns too."""
+    return _bucket_metrics(numbers, "turn", NUM_TURNS) if numbers.sums["turn_1.tokens"] else {}
+
+
+def _bucket_metrics(numbers: Numbers, name: str, buckets: int) -> dict[str, float]:
+    """Share of the tokens and gap of every bucket of ``name`` that has a token."""
+    sums = numbers.sums
+    metrics: dict[str, float] = {}
+    for bucket in range(buckets):
+        if tokens := sums[f"{name}_{bucket}.tokens"]:
             metrics |= {
-                f"age_{age}_token_fraction": tokens / sums["tokens"],
-                f"age_{age}_kl": -sums[f"age_{age}.log_ratio"] / tokens,
-                f"age_{age}_k3_kl": sums[f"age_{age}.k3"] / tokens,
+                f"{name}_{bucket}_token_fraction": tokens / sums["tokens"],
+                f"{name}_{bucket}_kl": -sums[f"{name}_{bucket}.log_ratio"] / tokens,
+                f"{name}_{bucket}_k3_kl": sums[f"{name}_{bucket}.k3"] / tokens,
             }
     return metrics

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from verl_rc.correction.log_ratio import zeroed
+
 SMALLEST = 1e-8
 """Log-ratios nearer to 0 count as 0."""
 LARGEST = 20.0
@@ -23,12 +25,13 @@ HISTOGRAM_EDGES = tuple(
 
 def log_ratio_histogram(values: Tensor, mask: Tensor) -> Tensor:
     """Counts float64 ``[NUM_BINS]`` of ``values`` (nats, any shape) where ``mask`` is True; no size limit, no host sync."""
-    magnitude = (values.abs() / SMALLEST).clamp_min_(1e-300).log_().div_(_LOG_WIDTH).floor_().add_(1.0)
-    signed = magnitude.clamp_(0, BINS_PER_SIDE).copysign_(values)
-    index = torch.where(mask, signed + BINS_PER_SIDE, NUM_BINS).long().flatten()
-    counts = torch.zeros(NUM_BINS + 1, dtype=torch.int64, device=values.device)
+    counted = zeroed(values, mask)
+    steps = counted.abs().div_(SMALLEST).clamp_min_(0.5).log_().mul_(1.0 / _LOG_WIDTH).add_(1.0)
+    index = steps.clamp_(0, BINS_PER_SIDE).copysign_(counted).long().add_(BINS_PER_SIDE).flatten()
+    counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=values.device)
     counts.scatter_add_(0, index, torch.ones_like(index))
-    return counts[:NUM_BINS].double()
+    counts[BINS_PER_SIDE] -= mask.numel() - mask.sum()
+    return counts.double()
 
 
 def bin_value(index: int) -> float:

@@ -5,18 +5,18 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio
+from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, as_numbers
 
 
 def token_weights(ratio: LogRatio, level: str) -> Tensor:
-    """Raw weights ``[B, T]`` of the levels at which every token has its own: ``token`` and ``prefix``.
+    """Raw weights, float64 ``[B, T]``, of the levels at which every token has its own: ``token`` and ``prefix``.
 
     token: ``rho_t = exp(l_t)``, which corrects the action but not the states; prefix: ``exp(sum_{s<=t} l_s)``, which
     corrects both (per-decision importance sampling: Precup, Sutton and Singh 2000). Log-weights are bounded by ±20.
     """
     if level == "token":
         return ratio.excess + 1.0
-    return ratio.values.cumsum(dim=-1).clamp_(-SAFETY_BOUND, SAFETY_BOUND).exp_()
+    return ratio.values.cumsum(dim=-1, dtype=torch.float64).clamp_(-SAFETY_BOUND, SAFETY_BOUND).exp_()
 
 
 def row_weights(row_sums: Tensor, tokens: Tensor, level: str) -> Tensor:
@@ -42,5 +42,5 @@ def bounded_weights(weights: Tensor, threshold: Threshold) -> Tensor:
 
 
 def weighted_tokens(ratio: LogRatio, config: RolloutCorrectionConfig) -> Tensor:
-    """bool ``[B, T]``: tokens with a weight: the valid ones; with ``nonfinite_logprob=neutral`` all response tokens."""
-    return ratio.response_mask if config.nonfinite_logprob == "neutral" else ratio.valid
+    """1 for tokens with a weight, else 0, ``[B, T]``: the valid ones, or all of the response if ``nonfinite_logprob=neutral``."""
+    return as_numbers(ratio.response_mask, ratio.values.dtype) if config.nonfinite_logprob == "neutral" else ratio.ones

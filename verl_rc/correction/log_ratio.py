@@ -1,5 +1,6 @@
 """Log-ratios of two policies on sampled tokens: train minus rollout, never the other sign."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,9 +16,11 @@ PROBABILITY_MARGIN = 1e-8
 
 @dataclass(frozen=True)
 class LogRatio:
-    """``l = log pi_train - log pi_rollout`` of some rows in float64, and what is derived from it, each computed once.
+    """``l = log pi_train - log pi_rollout`` of some rows, and what is derived from it, each computed once.
 
-    Everything ``[B, T]`` is 0 where ``valid`` is False, so plain sums over it are masked sums.
+    Everything ``[B, T]`` is finite, and 0 where ``valid`` is False: plain sums over it are masked sums. Differences, bounds and
+    counts have the precision of the log-probs (float32 at least), exponentials and sums are float64. Selecting by a mask costs
+    a CPU several times what arithmetic does, so masks take part as numbers.
     """
 
     values: Tensor
@@ -26,8 +29,23 @@ class LogRatio:
     """bool ``[B, T]``: response tokens with two finite log-probs."""
     response_mask: Tensor
     """bool ``[B, T]``: tokens the policy produced."""
-    train: Tensor
-    """``[B, T]``, nats: log-probs under the train policy."""
+    train_log_probs: Tensor
+    """``[B, T]``, nats, as they were given: anything may stand where ``valid`` is False."""
+
+    @property
+    def train(self) -> Tensor:
+        """Log-probs of the valid tokens under the train policy, ``[B, T]``, nats."""
+        return zeroed(self.train_log_probs.to(self.values.dtype), self.valid)
+
+    @cached_property
+    def ones(self) -> Tensor:
+        """``valid`` as numbers, ``[B, T]``."""
+        return as_numbers(self.valid, self.values.dtype)
+
+    @cached_property
+    def _exclusion(self) -> Tensor:
+        """0 for valid tokens and -inf elsewhere, ``[B, T]``: added to something, it leaves its maxima to valid tokens."""
+        return 1.0 - self.ones.reciprocal()
 
     @cached_property
     def bounded(self) -> Tensor:
@@ -36,8 +54,8 @@ class LogRatio:
 
     @cached_property
     def excess(self) -> Tensor:
-        """``rho - 1 = exp(bounded l) - 1``, ``[B, T]``, exact near 0."""
-        return torch.expm1(self.bounded)
+        """``rho - 1 = exp(bounded l) - 1``, float64 ``[B, T]``, exact near 0."""
+        return torch.expm1(self.bounded.double())
 
     @cached_property
     def k1(self) -> Tensor:
@@ -51,13 +69,14 @@ class LogRatio:
 
     @cached_property
     def k3(self) -> Tensor:
-        """``exp(l) - 1 - l >= 0``, ``[B, T]``."""
+        """``exp(l) - 1 - l >= 0``, float64 ``[B, T]``."""
         return (self.excess - self.bounded).clamp_min_(0.0)
 
     @cached_property
     def probabilities(self) -> tuple[Tensor, Tensor]:
-        """Of the sampled tokens under train and under rollout, ``[B, T]``, kept ``PROBABILITY_MARGIN`` away from 0 and 1."""
-        train, rollout = self.train.exp(), (self.train - self.values).exp()
+        """Of the sampled tokens under train and rollout, float64 ``[B, T]``, kept ``PROBABILITY_MARGIN`` away from 0 and 1."""
+        log_train = self.train.double()
+        train, rollout = log_train.exp(), (log_train - self.values).exp_()
         low, high = PROBABILITY_MARGIN, 1.0 - PROBABILITY_MARGIN
         return train.clamp_(low, high), rollout.clamp_(low, high)
 
@@ -82,12 +101,12 @@ class LogRatio:
     @cached_property
     def tokens(self) -> Tensor:
         """Valid tokens of each row, float64 ``[B]``."""
-        return self.valid.sum(dim=-1).double()
+        return row_sum(self.ones)
 
     @cached_property
     def response_tokens(self) -> Tensor:
         """Response tokens of each row, float64 ``[B]``."""
-        return self.response_mask.sum(dim=-1).double()
+        return true_per_row(self.response_mask)
 
     def divergence(self, name: str) -> Tensor:
         """The statistic of a rule, by the name of its property."""
@@ -95,10 +114,37 @@ class LogRatio:
         return values
 
     def row_max(self, values: Tensor) -> Tensor:
-        """Largest of ``values`` ``[B, T]`` over each row's valid tokens, ``[B]``; -inf for a row without any."""
+        """Largest of finite ``values`` ``[B, T]`` over each row's valid tokens, float64 ``[B]``; -inf for a row without any."""
         if values.shape[-1] == 0:
-            return values.new_full(values.shape[:1], -torch.inf)
-        return values.masked_fill(~self.valid, -torch.inf).amax(dim=-1)
+            return self.tokens.new_full(values.shape[:1], -torch.inf)
+        return (values + self._exclusion).amax(dim=-1).double()
+
+    def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
+        """Each row's valid tokens with ``compare(values, bound)``, such as ``torch.gt``; float64 ``[B]``, exact up to 2^24."""
+        holds = compare(values, bound, out=torch.empty_like(values))
+        return holds.mul_(self.ones).sum(dim=-1).double()
+
+
+def zeroed(values: Tensor, kept: Tensor) -> Tensor:
+    """``values`` where the bools ``kept`` are True, 0 elsewhere whatever stands there, NaN included: a bitwise and."""
+    integers = torch.int64 if values.dtype == torch.float64 else torch.int32
+    every_bit_or_none = kept.to(integers).neg_()
+    return every_bit_or_none.bitwise_and_(values.view(integers)).view(values.dtype)
+
+
+def as_numbers(where: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 where True and 0 where False, by way of integers: a CPU turns bools to floats one by one."""
+    return where.to(torch.int32).to(dtype)
+
+
+def true_per_row(where: Tensor) -> Tensor:
+    """How many of each row ``[B, T]`` are True, float64 ``[B]``."""
+    return where.sum(dim=-1, dtype=torch.int32).double()
+
+
+def row_sum(values: Tensor) -> Tensor:
+    """Sum of each row ``[B, T]``, added up in float64, ``[B]``."""
+    return values.sum(dim=-1, dtype=torch.float64)
 
 
 def check_shapes(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> None:
@@ -117,11 +163,11 @@ def log_ratio(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask:
     takes part in no statistic and has log-ratio 0 here. What stands outside the mask is never read.
     """
     mask = response_mask.bool()
-    difference = train_log_probs.detach().double() - rollout_log_probs.detach().double()
-    valid = difference.isfinite() & mask
-    invalid = ~valid
-    train = train_log_probs.detach().double().masked_fill(invalid, 0.0)
-    return LogRatio(difference.masked_fill_(invalid, 0.0), valid, mask, train)
+    dtype = torch.promote_types(torch.promote_types(train_log_probs.dtype, rollout_log_probs.dtype), torch.float32)
+    train = train_log_probs.detach()
+    difference = train.to(dtype) - rollout_log_probs.detach().to(dtype)
+    valid = (difference.abs() < torch.inf) & mask
+    return LogRatio(zeroed(difference, valid), valid, mask, train)
 
 
 def _binary_kl(first: Tensor, second: Tensor) -> Tensor:

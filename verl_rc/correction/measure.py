@@ -9,9 +9,8 @@ from torch import Tensor
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction.accounting import accounting_columns, accounting_sums
 from verl_rc.correction.chunks import row_chunks
-from verl_rc.correction.context import NUM_AGES, RowContext
+from verl_rc.correction.context import NUM_AGES, NUM_TURNS, RowContext
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.importance import bounded_weights, token_weights
 from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, check_shapes, log_ratio
 from verl_rc.correction.rejection import BoundedRule, masked_by_sign, row_keep, row_statistic, token_keep
 from verl_rc.correction.resolved import ResolvedCorrection
@@ -24,6 +23,7 @@ from verl_rc.correction.rows import (
     describing_columns,
     real_rows,
     token_rule_columns,
+    turn_columns,
     weight_columns,
 )
 from verl_rc.correction.statistics import CorrectionStatistics
@@ -70,8 +70,7 @@ def decide_tokens(ratio: LogRatio, resolved: ResolvedCorrection, advantages: Ten
     if resolved.has_token_weights:
         assert resolved.config.rollout_is is not None
         assert resolved.threshold is not None
-        raw = token_weights(ratio, resolved.config.rollout_is)
-        weights = TokenWeights(raw, bounded_weights(raw, resolved.threshold))
+        weights = TokenWeights.of(ratio, resolved.config.rollout_is, resolved.threshold)
     keep = token_keep(ratio, resolved.rules, resolved.config)
     opsm = resolved.config.rollout_opsm_threshold
     if opsm is not None:
@@ -102,6 +101,7 @@ class Sweep:
         columns |= accounting_columns(ratio, decision.keep, resolved, context.advantages)
         if full:
             columns |= age_columns(ratio, context.ages(ratio.response_mask), NUM_AGES)
+            columns |= turn_columns(ratio, NUM_TURNS)
             counts = log_ratio_histogram(ratio.values, ratio.valid)
             self._histogram = counts if self._histogram is None else self._histogram + counts
         self._parts.append(columns)
@@ -170,7 +170,7 @@ def _gap(columns: Columns, full: bool) -> tuple[Columns, Columns]:
             "exact_tokens": columns["exact"],
             "sequence_excess": torch.where(real, sequence_excess, 0.0),
             "sequence_excess_square": torch.where(real, sequence_excess.square(), 0.0),
-            **{name: column for name, column in columns.items() if name.startswith("age") and name != "age.max"},
+            **{name: column for name, column in columns.items() if name.startswith(("age", "turn_")) and name != "age.max"},
         }
         maxima |= {"log_ratio_abs": columns["magnitude.max"], "age": columns["age.max"]}
     return sums, maxima

@@ -40,8 +40,8 @@ def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response
 
 def _sums(ratio: LogRatio) -> tuple[Tensor, Tensor]:
     """Count, sums and sums of products of one chunk, float64 ``[8]``, and its largest difference."""
-    train = torch.where(ratio.valid, ratio.train.exp(), 0.0)
-    rollout = torch.where(ratio.valid, (ratio.train - ratio.values).exp(), 0.0)
+    log_train = ratio.train.double()
+    train, rollout = log_train.exp() * ratio.ones, (log_train - ratio.values).exp_() * ratio.ones
     gap = (train - rollout).abs_()
     columns = (ratio.valid.double(), gap, gap.square(), train, rollout, train.square(), rollout.square(), train * rollout)
     return torch.stack([column.sum() for column in columns]), gap.amax() if gap.numel() else gap.new_zeros(())

@@ -1,7 +1,7 @@
 """Rejection rules: statistics of the divergence between train and rollout policy, and the tokens or rows they keep."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,17 @@ from torch import Tensor
 
 from verl_rc.config.rejection_rules import RejectionRule
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.correction.log_ratio import LogRatio, row_sum
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What lies beyond one side of a rule's bounds."""
+
+    compare: Callable[..., Tensor]
+    """``torch.gt`` or ``torch.lt``: ``compare(statistic, bound)`` is True beyond."""
+    bound: float
+    """Infinite where there is none."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +47,18 @@ class BoundedRule:
         """The statistic, moved to the nearest bound where it lies outside."""
         return statistic.clamp(min=self.lower, max=self.upper)
 
-    def beyond(self, statistic: Tensor) -> tuple[Tensor, Tensor]:
-        """bool twice: above the user's upper bound, below the lower one. Those of k1 bound the ratio ``exp(-statistic)``."""
-        above = statistic > self.upper
+    @property
+    def limits(self) -> tuple[Limit, Limit]:
+        """Beyond the user's upper bound, and beyond the lower one. Those of k1 bound the ratio ``exp(-statistic)``."""
+        above = Limit(torch.gt, self.upper)
         if self.lower is None:
-            return above, torch.zeros_like(above)
-        return statistic < self.lower, above
+            return above, Limit(torch.lt, -math.inf)
+        return Limit(torch.lt, self.lower), above
+
+    def beyond(self, statistic: Tensor) -> tuple[Tensor, Tensor]:
+        """bool twice, same shape: beyond either limit."""
+        high, low = self.limits
+        return high.compare(statistic, high.bound), low.compare(statistic, low.bound)
 
 
 def bounded_rules(config: RolloutCorrectionConfig) -> list[BoundedRule]:
@@ -65,7 +81,7 @@ def row_aggregates(ratio: LogRatio, rules: list[BoundedRule]) -> dict[str, Tenso
     for bounded in rules:
         rule = bounded.rule
         if rule.scope in ("seq_sum", "seq_mean"):
-            columns[f"{rule.divergence}.sum"] = ratio.divergence(rule.divergence).sum(dim=-1)
+            columns[f"{rule.divergence}.sum"] = row_sum(ratio.divergence(rule.divergence))
         elif rule.scope == "seq_max":  # all of them are >= 0
             columns[f"{rule.divergence}.max"] = ratio.row_max(ratio.divergence(rule.divergence)).clamp_min(0.0)
     return columns
@@ -98,7 +114,7 @@ def masked_by_sign(ratio: LogRatio, threshold: float, advantages: Tensor) -> Ten
     ``A_t < 0`` and ``mean_t log(pi_rollout / pi_train) > threshold`` (nats) over the row's valid tokens: negative samples that
     the trained policy no longer produces.
     """
-    drift = -ratio.values.sum(dim=-1) / ratio.tokens.clamp_min(1.0)
+    drift = -row_sum(ratio.values) / ratio.tokens.clamp_min(1.0)
     return ratio.response_mask & (drift > threshold)[:, None] & (advantages < 0)
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import vecdot
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.correction.importance import bounded_weights, token_weights
+from verl_rc.correction.log_ratio import LogRatio, row_sum, true_per_row
 from verl_rc.correction.rejection import BoundedRule, row_aggregates
 
 Columns = dict[str, Tensor]
@@ -18,12 +20,24 @@ Columns = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Weights of a level at which every token has its own, of some rows."""
+    """Weights of a level at which every token has its own, of some rows; anything may stand where no token is valid."""
 
     raw: Tensor
-    """float64 ``[B, T]``: before the threshold."""
+    """``[B, T]``: before the threshold."""
     applied: Tensor
-    """float64 ``[B, T]``: after it, before normalisation."""
+    """``[B, T]``: after it, before normalisation."""
+    raw_excess: Tensor
+    """float64 ``[B, T]``: ``raw - 1``, 0 where no token is valid."""
+    excess: Tensor
+    """float64 ``[B, T]``: ``applied - 1``, 0 where no token is valid."""
+
+    @classmethod
+    def of(cls, ratio: LogRatio, level: str, threshold: Threshold) -> "TokenWeights":
+        """Weights of ``level``, which is ``token`` or ``prefix``."""
+        raw, dtype = token_weights(ratio, level), ratio.values.dtype
+        applied = bounded_weights(raw, threshold)
+        raw_excess = ratio.excess if level == "token" else (raw - 1.0).mul_(ratio.ones)
+        return cls(raw.to(dtype), applied.to(dtype), raw_excess, (applied - 1.0).mul_(ratio.ones))
 
 
 def deciding_columns(ratio: LogRatio, rules: list[BoundedRule], config: RolloutCorrectionConfig) -> Columns:
@@ -31,54 +45,49 @@ def deciding_columns(ratio: LogRatio, rules: list[BoundedRule], config: RolloutC
     columns = {
         "tokens": ratio.tokens,
         "response_tokens": ratio.response_tokens,
-        "log_ratio": ratio.values.sum(dim=-1),
+        "log_ratio": row_sum(ratio.values),
         **row_aggregates(ratio, rules),
     }
     if config.rollout_token_veto_threshold is not None:
         columns["negated_log_ratio.max"] = ratio.row_max(-ratio.values)
-        catastrophic = ratio.values < math.log(config.rollout_token_veto_threshold)
-        columns["catastrophic"] = catastrophic.sum(dim=-1).double()
+        columns["catastrophic"] = ratio.count(torch.lt, ratio.values, math.log(config.rollout_token_veto_threshold))
     return columns
 
 
 def describing_columns(ratio: LogRatio, full: bool) -> Columns:
     """What describes the gap between the policies, whatever is done about it."""
     columns = {
-        "train": ratio.train.sum(dim=-1),
-        "bounded": ratio.bounded.sum(dim=-1),
-        "excess": ratio.excess.sum(dim=-1),
-        "excess_square": ratio.excess.square().sum(dim=-1),
-        "safety_clamped": (ratio.values != ratio.bounded).sum(dim=-1).double(),
+        "train": row_sum(ratio.train),
+        "bounded": row_sum(ratio.bounded),
+        "excess": row_sum(ratio.excess),
+        "excess_square": vecdot(ratio.excess, ratio.excess),
+        "safety_clamped": ratio.count(torch.ne, ratio.values, ratio.bounded),
     }
     if full:
-        magnitude = ratio.values.abs()
         columns |= {
-            "ratio_square": torch.where(ratio.valid, ratio.excess + 1.0, 0.0).square().sum(dim=-1),
-            "exact": (ratio.valid & (magnitude == 0)).sum(dim=-1).double(),
-            "magnitude.max": ratio.row_max(magnitude),
+            "exact": ratio.count(torch.eq, ratio.values, 0.0),
+            "magnitude.max": ratio.row_max(ratio.values.abs()),
         }
     return columns
 
 
 def weight_columns(ratio: LogRatio, weights: TokenWeights, threshold: Threshold, full: bool) -> Columns:
     """Sums and extremes of token-level weights; ``excess`` is ``w - 1``."""
-    applied = torch.where(ratio.valid, weights.applied, 1.0)
-    raw = torch.where(ratio.valid, weights.raw, 1.0)
-    excess, raw_excess = applied - 1.0, raw - 1.0
+    raw, applied = weights.raw, weights.applied
     columns = {
-        "weight.excess": excess.sum(dim=-1),
-        "weight.excess_square": excess.square().sum(dim=-1),
-        "weight.square": torch.where(ratio.valid, applied, 0.0).square().sum(dim=-1),
+        "weight.raw_excess": row_sum(weights.raw_excess),
+        "weight.excess": row_sum(weights.excess),
+        "weight.excess_square": vecdot(weights.excess, weights.excess),
+        "weight.square": row_sum((applied * ratio.ones).square_()),
         "weight.max": ratio.row_max(applied),
         "weight.negated.max": ratio.row_max(-applied),
-        "weight.raw_excess": raw_excess.sum(dim=-1),
-        "weight.high": (ratio.valid & (raw > threshold.upper)).sum(dim=-1).double(),
-        "weight.low": (ratio.valid & (raw < threshold.reciprocal_lower)).sum(dim=-1).double(),
+        "weight.high": ratio.count(torch.gt, raw, threshold.upper),
+        "weight.low": ratio.count(torch.lt, raw, threshold.reciprocal_lower),
     }
     if full:
         columns |= {
-            "weight.raw_excess_square": raw_excess.square().sum(dim=-1),
-            "weight.raw_square": torch.where(ratio.valid, raw, 0.0).square().sum(dim=-1),
+            "weight.raw_excess_square": vecdot(weights.raw_excess, weights.raw_excess),
+            "weight.raw_square": row_sum((raw * ratio.ones).square_()),
             "weight.raw.max": ratio.row_max(raw),
             "weight.raw_negated.max": ratio.row_max(-raw),
         }
@@ -88,16 +97,16 @@ def weight_columns(ratio: LogRatio, weights: TokenWeights, threshold: Threshold,
 def token_rule_columns(ratio: LogRatio, bounded: BoundedRule) -> Columns:
     """Sums, extremes and counts of the statistic of a token rule; ``clamped`` is counted from the upper bound."""
     statistic, name = ratio.divergence(bounded.rule.divergence), f"rule.{bounded.name}"
-    clamped = torch.where(ratio.valid, bounded.clamp(statistic) - bounded.upper, 0.0)
-    high, low = bounded.beyond(statistic)
+    clamped = (bounded.clamp(statistic) - bounded.upper) * ratio.ones
+    high, low = bounded.limits
     return {
-        f"{name}.total": statistic.sum(dim=-1),
-        f"{name}.clamped": clamped.sum(dim=-1),
-        f"{name}.clamped_square": clamped.square().sum(dim=-1),
+        f"{name}.total": row_sum(statistic),
+        f"{name}.clamped": row_sum(clamped),
+        f"{name}.clamped_square": row_sum(clamped.square_()),
         f"{name}.statistic.max": ratio.row_max(statistic),
         f"{name}.negated.max": ratio.row_max(-statistic),
-        f"{name}.high": (ratio.valid & high).sum(dim=-1).double(),
-        f"{name}.low": (ratio.valid & low).sum(dim=-1).double(),
+        f"{name}.high": ratio.count(high.compare, statistic, high.bound),
+        f"{name}.low": ratio.count(low.compare, statistic, low.bound),
     }
 
 
@@ -106,19 +115,45 @@ def age_columns(ratio: LogRatio, ages: Tensor | None, buckets: int) -> Columns:
 
     The last bucket holds all older tokens too; without ``ages`` nothing counts.
     """
-    counted = ratio.valid if ages is not None else torch.zeros_like(ratio.valid)
-    known = torch.zeros_like(ratio.valid, dtype=torch.int64) if ages is None else ages
-    bucketed = torch.where(counted, known.clamp(0, buckets - 1), -1)
-    columns = {
-        "age": torch.where(counted, known, 0).sum(dim=-1).double(),
-        "age.max": ratio.row_max(torch.where(counted, known.double(), -torch.inf)),
-    }
-    for age in range(buckets):
-        here = bucketed == age
-        columns[f"age_{age}.tokens"] = here.sum(dim=-1).double()
-        columns[f"age_{age}.log_ratio"] = torch.where(here, ratio.values, 0.0).sum(dim=-1)
-        columns[f"age_{age}.k3"] = torch.where(here, ratio.k3, 0.0).sum(dim=-1)
-    return columns
+    if ages is None:
+        nothing = ratio.tokens.new_zeros(len(ratio.tokens), buckets)
+        unknown = {"age": nothing[:, 0], "age.max": nothing[:, 0] - torch.inf}
+        return unknown | _bucket_columns("age", nothing, nothing, nothing)
+    known, k3 = ages.double(), ratio.k3.to(ratio.values.dtype)
+    bucketed = known.clamp(0, buckets - 1).to(ratio.values.dtype)
+    parts = []
+    for bucket in range(buckets):
+        here = torch.eq(bucketed, bucket, out=torch.empty_like(bucketed)).mul_(ratio.ones)
+        parts.append([row_sum(here), row_sum(here * ratio.values), row_sum(here * k3)])
+    columns = {"age": row_sum(known * ratio.ones), "age.max": ratio.row_max(known)}
+    return columns | _bucket_columns("age", *(torch.stack(part, dim=1) for part in zip(*parts, strict=True)))
+
+
+def turn_columns(ratio: LogRatio, buckets: int) -> Columns:
+    """Tokens, log-ratios and k3 by turn: a run of response tokens without a tool's between them.
+
+    The last bucket holds all later turns too. Turns follow each other, so the sum over one is what a running sum gains in it.
+    """
+    mask = ratio.response_mask
+    rows, width = mask.shape
+    if width == 0:
+        return _bucket_columns("turn", *(ratio.tokens.new_zeros(rows, buckets) for _ in range(3)))
+    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    later_turns = torch.arange(2, buckets + 1, dtype=torch.int32, device=mask.device).expand(rows, -1)
+    next_begins = torch.searchsorted(begins.cumsum(dim=-1, dtype=torch.int32), later_turns.contiguous())
+    ends = torch.nn.functional.pad(next_begins, (0, 1), value=width) - 1
+
+    def gained(values: Tensor) -> Tensor:
+        """float64 ``[B, buckets]``."""
+        return values.cumsum(dim=-1, dtype=torch.float64).gather(-1, ends).diff(dim=-1, prepend=ratio.tokens.new_zeros(rows, 1))
+
+    return _bucket_columns("turn", gained(ratio.ones), gained(ratio.values), gained(ratio.k3))
+
+
+def _bucket_columns(name: str, tokens: Tensor, log_ratio: Tensor, k3: Tensor) -> Columns:
+    """Columns of every bucket out of sums ``[B, buckets]``."""
+    parts = {"tokens": tokens, "log_ratio": log_ratio, "k3": k3}
+    return {f"{name}_{n}.{part}": column for part, sums in parts.items() for n, column in enumerate(sums.unbind(dim=1))}
 
 
 def concatenate(parts: list[Columns]) -> Columns:

@@ -64,14 +64,30 @@ class Completions(TensorClass):
     policy_versions: Tensor
     """int64 ``[B, R]``: version of the weights that sampled each token, -1 on padding."""
     finished: Tensor
-    """bool ``[B]``: ended by a stop token (False: cut off at the length limit)."""
+    """bool ``[B]``: ended by a stop token (False: cut off at a limit)."""
+    response_mask: Tensor | None = None
+    """bool ``[B, R]``: tokens the policy sampled; False at tool tokens and padding. None: it sampled every response token."""
+    num_turns: Tensor | None = None
+    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None: no tools."""
+    tool_calls: Tensor | None = None
+    """int64 ``[B]``: calls that tools answered. None: no tools."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
         _check(
             self,
-            {"response_lengths": torch.int64, "finished": torch.bool},
-            {"responses": torch.int64, "rollout_log_probs": torch.float32, "policy_versions": torch.int64},
+            {
+                "response_lengths": torch.int64,
+                "finished": torch.bool,
+                "num_turns": torch.int64,
+                "tool_calls": torch.int64,
+            },
+            {
+                "responses": torch.int64,
+                "rollout_log_probs": torch.float32,
+                "policy_versions": torch.int64,
+                "response_mask": torch.bool,
+            },
         )
 
 
@@ -90,6 +106,10 @@ class RolloutBatch(TensorClass):
     """int64 ``[B]``: which prompt of the step the row belongs to."""
     finished: Tensor
     """bool ``[B]``: ended by a stop token."""
+    num_turns: Tensor | None = None
+    """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None: no tools."""
+    tool_calls: Tensor | None = None
+    """int64 ``[B]``: calls that tools answered. None: no tools."""
 
 
 class PolicyEvaluations(TensorClass):
@@ -100,6 +120,8 @@ class PolicyEvaluations(TensorClass):
     the rollout policy takes its place."""
     entropys: Tensor | None = None
     """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None in bypass mode."""
+    sum_pi_squared: Tensor | None = None
+    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when no estimator needs it."""
     ref_log_prob: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
     critic_values: Tensor | None = None
@@ -154,6 +176,8 @@ class TokenScores:
     """float32 ``[B, R]``, nats."""
     entropys: Tensor | None
     """float32 ``[B, R]``, nats; None when not asked for."""
+    sum_pi_squared: Tensor | None = None
+    """float32 ``[B, R]``: sum over the vocabulary of squared probabilities; None when not asked for."""
 
 
 def positions_mask(lengths: Tensor, width: int) -> Tensor:

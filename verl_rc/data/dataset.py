@@ -12,7 +12,10 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.config.data import DataConfig
+from verl_rc.data.custom_dataset import CustomRecords
 from verl_rc.data.epoch_batches import EpochBatches
+from verl_rc.data.mixture import MixedBatches
+from verl_rc.data.prompt_lengths import describe_lengths, evenly_spread
 from verl_rc.data.records import Record, RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt
 
@@ -83,12 +86,16 @@ class RowChoice:
 class PromptDataset(Dataset[PromptRow]):
     """The prompts of some files, tokenised when they are asked for."""
 
-    def __init__(self, files: Sequence[str], tokenizer: Any, options: PromptOptions, choice: RowChoice) -> None:
+    def __init__(
+        self, files: Sequence[str | CustomRecords], tokenizer: Any, options: PromptOptions, choice: RowChoice
+    ) -> None:
         """Read ``files``, choose rows, filter. Raises ``ValueError`` naming the file, column or row that is wrong."""
         if not files:
             raise ValueError("data.train_files and data.val_files must name at least one file each, got an empty list.")
         columns = (options.prompt_key, "data_source", "reward_model")
-        self._files = [RecordFile(path, columns, ["extra_info"]) for path in files]
+        self._files: list[RecordFile | CustomRecords] = [
+            RecordFile(file, columns, ["extra_info"]) if isinstance(file, str) else file for file in files
+        ]
         self._ends = list(itertools.accumulate(len(file) for file in self._files))
         self._tokenizer = tokenizer
         self._options = options
@@ -99,13 +106,34 @@ class PromptDataset(Dataset[PromptRow]):
         if not self._row_indices:
             raise ValueError(
                 f"data.max_prompt_length={options.max_prompt_length} must leave at least one prompt of "
-                f"{list(files)}, but data.filter_overlong_prompts leaves none. Raise the limit."
+                f"{[file.path for file in self._files]}, but data.filter_overlong_prompts leaves none. Raise the limit."
             )
         self[0]  # a file in the wrong format is refused now, not in the first step
 
     def __len__(self) -> int:
         """Number of prompts."""
         return len(self._row_indices)
+
+    def file_sizes(self) -> list[int]:
+        """Prompts of each file, after choice and filter; a file's prompts follow each other."""
+        ends = [bisect.bisect_left(self._row_indices, end) for end in self._ends]
+        return [end - start for start, end in itertools.pairwise([0, *ends])]
+
+    def data_sources(self) -> dict[str, str]:
+        """Every data source among the prompts, and where its first prompt stands."""
+        of_rows = [source for file in self._files for source in file.column("data_source")]
+        first_rows: dict[str, int] = {}
+        for row_index in self._row_indices:
+            first_rows.setdefault(str(of_rows[row_index]), row_index)
+        return {source: self._record(row_index)[1] for source, row_index in first_rows.items()}
+
+    def describe_lengths(self, at_most: int = 1000) -> str:
+        """How long ``at_most`` prompts are, in one line. Raises ``ValueError`` when one is too long for the options."""
+        rows = [self._record(self._row_indices[index]) for index in evenly_spread(len(self), at_most)]
+        token_ids = [(self._encode(*row)[1], row[1]) for row in rows]
+        for ids, where in token_ids:
+            fit_prompt(ids, self._options, where)
+        return describe_lengths([len(ids) for ids, _ in token_ids], len(self), self._options.max_prompt_length)
 
     def __getitem__(self, index: int) -> PromptRow:
         """The prompt at ``index``, truncated. Raises ``ValueError`` when it is malformed or too long."""
@@ -165,26 +193,40 @@ def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list
 
 
 def build_train_loader(config: DataConfig, tokenizer: Any, seed: int) -> "StatefulDataLoader[list[PromptRow]]":
-    """Batches of ``train_batch_size`` prompts; each pass is an epoch, whose last incomplete batch is left out.
+    """Batches of ``config.prompts_per_draw`` prompts; each pass is an epoch, whose last incomplete batch is left out.
 
     ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. ``seed`` is used when
     ``data.seed`` is null. Raises ``ValueError`` for everything that is wrong with the data.
     """
     data_seed = seed if config.seed is None else config.seed
     choice = RowChoice(config.train_max_samples, data_seed if config.shuffle else None)
-    dataset = PromptDataset(config.train_files, tokenizer, PromptOptions.from_config(config), choice)
-    if len(dataset) < config.train_batch_size:
+    dataset = _prompts(config.train_files, config, tokenizer, choice)
+    if len(dataset) < config.prompts_per_draw:
+        key = "train_batch_size" if config.prompts_per_draw == config.train_batch_size else "gen_batch_size"
         raise ValueError(
-            f"data.train_files must give at least data.train_batch_size={config.train_batch_size} prompts, got "
+            f"data.train_files must give at least data.{key}={config.prompts_per_draw} prompts, got "
             f"{len(dataset)} after data.train_max_samples and filtering. Lower the batch size or add data."
         )
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torchdata calls a deprecated torch function
         return StatefulDataLoader(
             dataset,
-            batch_sampler=EpochBatches(len(dataset), config.train_batch_size, data_seed, config.shuffle),
+            batch_sampler=_batches(dataset, config, data_seed),
             collate_fn=_as_list,
             num_workers=config.dataloader_num_workers,
         )
+
+
+def _prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, choice: RowChoice) -> PromptDataset:
+    sources: Sequence[str | CustomRecords] = (
+        files if config.custom_cls.path is None else [CustomRecords(config, files, tokenizer)]
+    )
+    return PromptDataset(sources, tokenizer, PromptOptions.from_config(config), choice)
+
+
+def _batches(dataset: PromptDataset, config: DataConfig, seed: int) -> EpochBatches:
+    if config.train_weights is None:
+        return EpochBatches(len(dataset), config.prompts_per_draw, seed, config.shuffle)
+    return MixedBatches(dataset.file_sizes(), config.train_weights, config.prompts_per_draw, seed, config.shuffle)
 
 
 def _as_list(rows: list[PromptRow]) -> list[PromptRow]:
@@ -198,5 +240,5 @@ def build_validation_rows(config: DataConfig, tokenizer: Any, seed: int) -> list
     """
     data_seed = seed if config.seed is None else config.seed
     choice = RowChoice(config.val_max_samples, data_seed if config.shuffle else None)
-    dataset = PromptDataset(config.val_files, tokenizer, PromptOptions.from_config(config), choice)
+    dataset = _prompts(config.val_files, config, tokenizer, choice)
     return [dataset[index] for index in range(len(dataset))]

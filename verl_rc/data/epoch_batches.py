@@ -41,23 +41,23 @@ class EpochBatches(Sampler[list[int]]):
                 self.epoch, self.position = serving + 1, 0
             yield order[start : start + self._batch_size]
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, int | bool | str]:
         """Where the next batch comes from, and what the order depends on."""
         return {**self._identity(), "epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+    def load_state_dict(self, state: dict[str, int | bool | str]) -> None:
         """Continue from a ``state_dict``. Raises ``ValueError`` when it belongs to other data or another order."""
         identity = self._identity()
         saved = {name: state.get(name) for name in identity}
         if saved != identity:
             raise ValueError(
                 f"a resumed run must read the data it was started with: the saved state has {saved}, now it is "
-                f"{identity}. Restore data.train_files, data.train_batch_size, data.shuffle and data.seed, or "
-                "start a new run."
+                f"{identity}. Restore data.train_files, data.train_weights, data.train_batch_size, data.shuffle and "
+                "data.seed, or start a new run."
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
-    def _identity(self) -> dict[str, int | bool]:
+    def _identity(self) -> dict[str, int | bool | str]:
         return {
             "num_rows": self._num_rows,
             "batch_size": self._batch_size,
@@ -68,7 +68,10 @@ class EpochBatches(Sampler[list[int]]):
     def _order(self, epoch: int) -> list[int]:
         if not self._shuffle:
             return list(range(self._num_rows))
+        return self._permutation(self._num_rows, epoch)
+
+    def _permutation(self, num_rows: int, *identity: int) -> list[int]:
         # SeedSequence takes no negative numbers; the sign is an entry of its own.
-        entropy = [abs(self._seed), int(self._seed < 0), epoch]
-        order: list[int] = np.random.default_rng(entropy).permutation(self._num_rows).tolist()
+        entropy = [abs(self._seed), int(self._seed < 0), *identity]
+        order: list[int] = np.random.default_rng(entropy).permutation(num_rows).tolist()
         return order

@@ -36,6 +36,11 @@ class RecordFile:
         """Number of rows."""
         return int(self._table.num_rows)
 
+    def column(self, name: str) -> list[Any]:
+        """The values of one column, row by row."""
+        values: list[Any] = self._table.column(name).to_pylist()
+        return values
+
     def __getitem__(self, index: int) -> Record:
         """Row ``index`` as a record; a column whose value is null is left in as None."""
         record: Record = self._table.slice(index, 1).to_pylist()[0]

@@ -79,3 +79,40 @@ def encode_messages(
         [dict(message) for message in messages], tokenize=True, return_dict=False, **(template_arguments or {})
     )
     return token_ids
+
+
+class ToolTurnEncoder:
+    """What stands between the end token of an assistant's turn and its next turn: the tools' answers, under the template.
+
+    Only these tokens come from text. The conversation before them stays the tokens it is, because text that is tokenised
+    again need not give the tokens that were sampled.
+    """
+
+    def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
+        """Raises ``ValueError`` when the chat template does not end an assistant's turn with the end token."""
+        self._tokenizer = tokenizer
+        self._arguments = dict(template_arguments or {})
+        self._turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        before = encode_messages(tokenizer, self._turns, self._arguments)
+        ends = [index for index, token_id in enumerate(before) if token_id == tokenizer.eos_token_id]
+        if not ends:
+            raise ValueError(
+                "for tools the chat template must end an assistant's turn with the end token, but it renders "
+                f"{tokenizer.decode(before)!r}. Change the tokenizer's chat template or end token."
+            )
+        self._before = before[: ends[-1] + 1]
+
+    def encode(self, answers: Sequence[str]) -> list[int]:
+        """Token ids of the answers, one ``tool`` message each, up to where the next turn begins.
+
+        Raises ``ValueError`` when the template changes what stands before them.
+        """
+        messages = [*self._turns, *({"role": "tool", "content": text} for text in answers)]
+        whole = encode_messages(self._tokenizer, messages, {**self._arguments, "add_generation_prompt": True})
+        start = len(self._before)
+        if whole[:start] != self._before or len(whole) == start:
+            raise ValueError(
+                "for tools the chat template must render a tool's answer behind the turns before it, but it makes "
+                f"{self._tokenizer.decode(whole)!r} of {messages}. Change the tokenizer's chat template."
+            )
+        return whole[start:]

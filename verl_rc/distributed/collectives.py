@@ -1,5 +1,6 @@
 """Reductions over the data-parallel group (never the whole world)."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,3 +18,12 @@ def all_reduce_max(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     if mesh.size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=mesh.get_group())
     return tensor
+
+
+def all_gather_vector(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The vectors ``[K]`` of all data-parallel ranks, one behind the other: ``[ranks * K]``."""
+    if mesh.size() == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(mesh.size())]
+    dist.all_gather(parts, tensor, group=mesh.get_group())
+    return torch.cat(parts)

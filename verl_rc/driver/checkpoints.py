@@ -65,28 +65,32 @@ def restore(run: Run, resumed: Resumed) -> None:
     run.canary_monitor.calibrated = state.gap_limits["canary"]
 
 
-def write(run: Run, step: int, record: StepRecord) -> None:
-    """Write a checkpoint of the step beside its place, when one is due; ``commit`` puts it there."""
-    if not run.is_due(run.config.trainer.save_freq, step):
-        return
+def write(run: Run, step: int, record: StepRecord) -> bool:
+    """Write a checkpoint of the step beside its place, and tell whether one was due; ``commit`` puts it there.
+
+    One is due every ``trainer.save_freq`` steps, at the end, and when the run was asked to stop; never if that is <= 0.
+    """
+    frequency = run.config.trainer.save_freq
+    if not run.is_due(frequency, step) and not (run.stop.came and frequency > 0):
+        return False
     with record.stage("save_checkpoint"):
         folder = run.checkpoints.begin(step).resolve()
         learners = [run.actor] if run.critic is None else [run.actor, run.critic]
         pending = [pending for group in learners for pending in group.save(folder / group.role)]
         _state_after(run, step).save(folder)
         wait_for_all(pending)
+    return True
 
 
 def commit(run: Run, step: int) -> None:
-    """Make the step's checkpoint count, now that its metrics are written too: a crash before this repeats the step."""
-    if run.is_due(run.config.trainer.save_freq, step):
-        run.checkpoints.commit(step)
+    """Make the written checkpoint count, now that the step's metrics are written too: a crash before this repeats the step."""
+    run.checkpoints.commit(step)
 
 
 def _state_after(run: Run, step: int) -> RunState:
     return RunState(
         step=step,
-        loader=run.loader.state_dict(),
+        loader=run.prompts.state_dict(),
         control=run.progress.control.state(),
         gap_limits={"rollouts": run.gap_monitor.calibrated, "canary": run.canary_monitor.calibrated},
         skipped_in_a_row=run.skipped_updates.in_a_row,

@@ -1,6 +1,6 @@
 """Everything a run consists of once it is set up."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,16 @@ from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGro
 from verl_rc.cluster.weight_transport import WeightTransport
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.prompt_stream import PromptStream
+from verl_rc.driver.interruption import StopRequest
+from verl_rc.driver.scoring import ResponseScorer
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.ppo.control import Control
+from verl_rc.ppo.nonfinite_updates import NonFiniteUpdateGuard
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
-from verl_rc.rewards import RewardOutput
+from verl_rc.rollout.agent_loop import AgentLoop
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import GapMonitor
-
-RewardFunction = Callable[[PromptRow, str], RewardOutput]
 
 
 @dataclass
@@ -39,10 +41,10 @@ class Run:
     folder: Path
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
-    loader: Any
-    """Training batches, lists of ``PromptRow``; a ``StatefulDataLoader``."""
+    prompts: PromptStream
+    """Training prompts, batch by batch."""
     validation_rows: list[PromptRow]
-    reward: RewardFunction
+    scorer: ResponseScorer
     progress: Progress
     actor: ActorGroup
     critic: CriticGroup | None
@@ -50,6 +52,8 @@ class Run:
     reference: ReferenceGroup | None
     """None: nothing compares with it, or it is the actor without its LoRA adapters."""
     engines: EngineGroup
+    sampler: EngineGroup | AgentLoop
+    """What samples responses: the engines, or the loop in which the policy calls tools between its turns."""
     transport: WeightTransport
     """How weights get from the actor to the engines."""
     checkpoints: CheckpointStore
@@ -60,6 +64,10 @@ class Run:
     """Watches the gap of generated canary tokens."""
     skipped_updates: SkippedUpdateGuard
     """Stops the run when rejection leaves nothing to train on."""
+    nonfinite_updates: NonFiniteUpdateGuard
+    """Stops the run when gradients stay NaN or infinite."""
+    stop: StopRequest
+    """Whether the scheduler asked the run to end."""
     tracker: Tracker
     total_steps: int
     max_model_len: int
@@ -68,14 +76,11 @@ class Run:
     """Tokens of one block of the engines' key-value cache."""
 
     def training_batches(self) -> Iterator[tuple[int, int, list[PromptRow]]]:
-        """``(step, epoch, prompts)`` from the step after the last one done to ``total_steps``; both counted on from there."""
-        steps_per_epoch = len(self.loader)
+        """``(step, epoch, prompts)`` from the step after the last one done to ``total_steps``."""
         while self.progress.step < self.total_steps:
-            for rows in self.loader:
-                yield self.progress.step + 1, self.progress.step // steps_per_epoch, rows
-                self.progress.step += 1
-                if self.progress.step == self.total_steps:
-                    return
+            epoch, rows = self.prompts.draw()
+            yield self.progress.step + 1, epoch, rows
+            self.progress.step += 1
 
     def is_due(self, frequency: int, step: int) -> bool:
         """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens now."""

@@ -8,25 +8,35 @@ from typing import Any
 
 import ray
 
+from verl_rc.advantage import resolve_advantage_estimator
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.weight_transport import open_transport
+from verl_rc.config.data import DataConfig
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.data.dataset import build_train_loader, build_validation_rows
+from verl_rc.data.dataset import PromptDataset, PromptRow, build_train_loader, build_validation_rows
+from verl_rc.data.prompt_lengths import describe_lengths
+from verl_rc.data.prompt_stream import PromptStream
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.driver import checkpoints
-from verl_rc.driver.announce import announced
+from verl_rc.driver.announce import announced, say
+from verl_rc.driver.interruption import StopRequest
 from verl_rc.driver.run import Progress, Run
+from verl_rc.driver.scoring import open_scorer
+from verl_rc.losses import OWN_AVERAGE, resolve_policy_loss
 from verl_rc.metrics.sinks import open_tracker
 from verl_rc.ppo.control import Control
+from verl_rc.ppo.nonfinite_updates import NonFiniteUpdateGuard
+from verl_rc.ppo.objective import policy_loss_name
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
-from verl_rc.rewards import build_reward
+from verl_rc.report.explain import plan_text, write_plan
+from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
 from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.weight_sync.proof import GapMonitor, engine_precision
 
@@ -37,7 +47,10 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
     store, resumed = checkpoints.choose(config, folder)
+    _find_objective(config)
     save_resolved_config(config, folder)
+    write_plan(config, folder)
+    say("%s", plan_text(config))
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         with announced("Ray"):
@@ -51,11 +64,16 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         building_engines = engines.build(engine_options(config, placement.device))
         with announced("data and tokenizer"), _mistakes_are_the_users():
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-            loader = build_train_loader(config.data, tokenizer, config.trainer.seed)
-            validation_rows = build_validation_rows(config.data, tokenizer, config.trainer.seed)
-            reward = build_reward(config.reward)
+            data, sampler = _with_tools(config, tokenizer, engines)
+            loader = build_train_loader(data, tokenizer, config.trainer.seed)
+            validation_rows = build_validation_rows(data, tokenizer, config.trainer.seed)
+            prompts = PromptStream(loader)
             if resumed is not None:
-                loader.load_state_dict(resumed.state.loader)
+                prompts.load_state_dict(resumed.state.loader)
+            _describe_prompts(loader.dataset, validation_rows, data.max_prompt_length)
+            sources = {row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows}
+            sources |= loader.dataset.data_sources()
+            scorer = stack.enter_context(open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds))
         steps_of_epochs = len(loader) * config.trainer.total_epochs
         total_steps = min(config.trainer.total_training_steps or steps_of_epochs, steps_of_epochs)
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
@@ -85,20 +103,23 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             folder=folder,
             tokenizer=tokenizer,
             stop_token_ids=(tokenizer.eos_token_id,),
-            loader=loader,
+            prompts=prompts,
             validation_rows=validation_rows,
-            reward=reward,
+            scorer=scorer,
             progress=Progress(step=0, control=Control.of(config.algorithm)),
             actor=actor,
             critic=critic,
             reference=reference,
             engines=engines,
+            sampler=sampler,
             transport=transport,
             checkpoints=store,
             manifest=actor.manifest(),
             gap_monitor=_gap_monitor(config),
             canary_monitor=_gap_monitor(config),
             skipped_updates=SkippedUpdateGuard(config.algorithm.rollout_correction.max_skipped_updates),
+            nonfinite_updates=NonFiniteUpdateGuard(config.trainer.max_nonfinite_updates),
+            stop=StopRequest(),
             tracker=tracker,
             total_steps=total_steps,
             max_model_len=max_model_length(config),
@@ -107,6 +128,23 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         if resumed is not None:
             checkpoints.restore(run, resumed)
         yield run
+
+
+def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
+    """How long the prompts are; raises ``ValueError`` when one of those looked at is too long for the run."""
+    say("training: %s", training.describe_lengths())
+    lengths = [len(row.prompt_token_ids) for row in validation_rows]
+    say("validation: %s", describe_lengths(lengths, len(lengths), limit))
+
+
+def _with_tools(config: RunConfig, tokenizer: Any, engines: EngineGroup) -> tuple[DataConfig, EngineGroup | AgentLoop]:
+    """How prompts are rendered and what samples: with ``multi_turn`` prompts may describe tools, and their loop samples."""
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    if not multi_turn.enable:
+        return config.data, engines
+    arguments = template_arguments(multi_turn, config.data.apply_chat_template_kwargs)
+    data = config.data.model_copy(update={"apply_chat_template_kwargs": arguments})
+    return data, AgentLoop(engines, tokenizer, multi_turn, arguments)
 
 
 def _build_ranks(groups: Sequence[RankGroup], config: RunConfig, total_steps: int) -> None:
@@ -136,6 +174,25 @@ def _mistakes_are_the_users() -> Iterator[None]:
         raise
 
 
+@_mistakes_are_the_users()
+def _find_objective(config: RunConfig) -> None:
+    """Import estimator and loss before anything starts, and say where a loss is averaged its own way.
+
+    Raises ``ConfigError`` when one of them does not exist.
+    """
+    actor = config.actor_rollout_ref.actor
+    loss_name = policy_loss_name(actor, config.algorithm.rollout_correction)
+    resolve_advantage_estimator(config.algorithm.adv_estimator)
+    resolve_policy_loss(loss_name)
+    if loss_name in OWN_AVERAGE:
+        say(
+            "the policy loss %s is always averaged %s; actor.loss_agg_mode=%s holds for entropy and KL terms alone",
+            loss_name,
+            OWN_AVERAGE[loss_name],
+            actor.loss_agg_mode,
+        )
+
+
 def max_model_length(config: RunConfig) -> int:
     """Tokens of prompt and response that an engine must hold."""
     return config.actor_rollout_ref.rollout.max_model_len or (
@@ -150,9 +207,11 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
         "quantization": rollout.quantization,
         "kv_cache_dtype": rollout.kv_cache_dtype,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "distributed_executor_backend": "uni" if rollout.tensor_model_parallel_size == 1 else "mp",
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_length(config)),
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        # a request whose prompt is cut has its random generator set back, which vLLM cannot do on a CPU
+        "enable_chunked_prefill": rollout.enable_chunked_prefill and device != "cpu",
         "enable_prefix_caching": rollout.enable_prefix_caching,
         "seed": rollout.seed,
         "trust_remote_code": config.actor_rollout_ref.model.trust_remote_code,

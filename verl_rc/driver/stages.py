@@ -1,20 +1,22 @@
 """The words of the loop, one short function each."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from verl_rc.cluster.remote import wait_for_all
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
 from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.limits import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.driver.run import Run
+from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.metrics import Metric
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
@@ -40,6 +42,11 @@ class ScoredTexts:
         pairs = zip(given, self.scores.tolist(), strict=True)
         return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]
 
+    def taken(self, rows: list[int]) -> "ScoredTexts":
+        """Some rows, in the order given."""
+        extras = {name: [column[row] for row in rows] for name, column in self.extras.items()}
+        return ScoredTexts([self.texts[row] for row in rows], self.scores[rows], extras)
+
     @classmethod
     def concatenated(cls, parts: "list[ScoredTexts]") -> "ScoredTexts":
         """Several parts as one, in order; an extra that a part lacks is None there."""
@@ -61,12 +68,10 @@ def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: 
     ]
     groups = [index for index in range(len(prompts)) for _ in range(rollout.n)]
     with record.stage("gen"):
-        completions = run.engines.generate(requests, SamplingOptions.for_training(rollout, run.stop_token_ids))
+        completions = run.sampler.generate(requests, SamplingOptions.for_training(rollout, run.stop_token_ids))
         rollouts = as_rollouts(run, requests, completions, groups)
         check_versions(rollouts, expected_version=step - 1)
-        record.add_busy("gen", run.engines.busy_seconds)
-        wait_for_all(run.engines.sleep())
-    record.add({"perf/rollout_tokens_per_second": float(rollouts.tokens.response_lengths.sum()) / run.engines.busy_seconds})
+        record.add_busy("gen", run.sampler.busy_seconds)
     return rollouts
 
 
@@ -79,10 +84,11 @@ def as_rollouts(
 
 
 def score(run: Run, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> ScoredTexts:
-    """Decode every response and ask the reward function for its score."""
+    """Decode every response and have it scored."""
     with record.stage("reward"):
         texts = decode(run, rollouts)
-        outputs = [run.reward(prompts[group], text) for group, text in zip(rollouts.group_ids.tolist(), texts, strict=True)]
+        outputs = run.scorer.score([prompts[group] for group in rollouts.group_ids.tolist()], texts)
+    record.add_records(reward_metrics(outputs))
     names = sorted({name for output in outputs for name in output.extras})
     extras = {name: [output.extras.get(name) for output in outputs] for name in names}
     return ScoredTexts(texts, torch.tensor([output.score for output in outputs], dtype=torch.float32), extras)
@@ -123,7 +129,12 @@ def _proximal_policy(run: Run, rollouts: RolloutBatch, record: StepRecord) -> Po
     gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
     run.gap_monitor.check(gap, "this step's rollouts")
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
-    return PolicyEvaluations(old_log_probs=scores.log_probs, entropys=scores.entropys, batch_size=rollouts.batch_size)
+    return PolicyEvaluations(
+        old_log_probs=scores.log_probs,
+        entropys=scores.entropys,
+        sum_pi_squared=scores.sum_pi_squared,
+        batch_size=rollouts.batch_size,
+    )
 
 
 def _reference_log_probs(run: Run, rollouts: RolloutBatch) -> Tensor:
@@ -187,8 +198,10 @@ def update_critic(run: Run, batch: TrainBatch, evaluations: PolicyEvaluations, s
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
     with record.stage("update_critic"):
-        record.add_records(run.critic.update(rows, mini_batches, critic_limit(run.config)))
+        records = run.critic.update(rows, mini_batches, critic_limit(run.config))
     record.add_busy("update_critic", run.critic.busy_seconds)
+    record.add_records(records)
+    run.nonfinite_updates.observe("critic", _grad_norms("critic", records))
 
 
 def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> None:
@@ -209,6 +222,7 @@ def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> 
     record.add_busy("update_actor", run.actor.busy_seconds)
     record.add_records(report.metrics)
     run.skipped_updates.observe(report.kept_tokens)
+    run.nonfinite_updates.observe("actor", _grad_norms("actor", report.metrics))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     if report.correction is not None:
@@ -216,6 +230,11 @@ def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> 
     if report.gap is not None:
         run.gap_monitor.check(report.gap, "this step's rollouts")
         record.add({"sync/rollout_gap_mean": report.gap.mean, "sync/rollout_gap_max": report.gap.maximum})
+
+
+def _grad_norms(role: str, records: Sequence[Metric]) -> list[float]:
+    """Gradient norms before clipping, one for each optimizer step."""
+    return [record.value for record in records if record.name == f"{role}/grad_norm"]
 
 
 def dump_rollouts(

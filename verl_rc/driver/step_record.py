@@ -4,9 +4,27 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from verl_rc.metrics import Metric, reduce_metrics
 from verl_rc.metrics.sinks import Tracker
+
+_PER_TOKEN_STAGES = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """What speeds are divided by."""
+
+    response: int
+    total: int
+    """Prompt and response tokens."""
+    num_devices: int
+
+    def milliseconds_per_token(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """``timing_per_token_ms/*``: generation by response tokens, other stages by all."""
+        tokens = {stage: self.response if stage == "gen" else self.total for stage in _PER_TOKEN_STAGES if stage in seconds}
+        return {f"timing_per_token_ms/{stage}": 1000 * seconds[stage] / count for stage, count in tokens.items() if count}
 
 
 class StepRecord:
@@ -19,6 +37,7 @@ class StepRecord:
         self._busy: dict[str, float] = defaultdict(float)
         self._values: dict[str, float] = {}
         self._records: list[Metric] = []
+        self._tokens: StepTokens | None = None
         self._histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     @contextmanager
@@ -41,6 +60,10 @@ class StepRecord:
         """Take records in that are still to be reduced over ranks and mini-batches."""
         self._records.extend(records)
 
+    def count_tokens(self, response: int, total: int, num_devices: int) -> None:
+        """Tokens of the step, in responses and in all, and the devices of all pools: speeds are measured by them."""
+        self._tokens = StepTokens(response, total, num_devices)
+
     def add_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         """Take a histogram in: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
         self._histograms[name] = (edges, counts)
@@ -58,6 +81,9 @@ class StepRecord:
         busy = {f"timing_busy_s/{name}": seconds for name, seconds in self._busy.items()}
         metrics = {**self._values, **reduce_metrics(self._records), **timing, **busy, "timing_s/step": step}
         metrics["perf/time_per_step"] = step
+        if self._tokens is not None:
+            metrics["perf/throughput"] = self._tokens.total / (step * self._tokens.num_devices)
+            metrics |= self._tokens.milliseconds_per_token(self._seconds)
         metrics["perf/overhead_fraction"] = max(0.0, 1.0 - (sum(self._busy.values()) + self._untracked()) / step)
         return metrics
 

@@ -6,15 +6,17 @@ from verl_rc.config.run import RunConfig
 from verl_rc.driver import checkpoints, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
+from verl_rc.driver.interruption import TERMINATED
 from verl_rc.driver.run import Run
+from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.train_batch import build_train_batch
+from verl_rc.ppo.train_batch import ScoreDetails, build_train_batch
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
     """Set a run up, train, and leave nothing behind but its folder."""
-    with open_run(config, ray_started) as run:
+    with open_run(config, ray_started) as run, run.stop.listening():
         train(run)
 
 
@@ -28,11 +30,12 @@ def train(run: Run) -> None:
         say("all %d steps are done: raise trainer.total_training_steps to go on", run.total_steps)
     for step, epoch, prompts in run.training_batches():
         record = StepRecord()
-        rollouts = stages.generate(run, prompts, step, epoch, record)
-        scored = stages.score(run, prompts, rollouts, record)
+        sampled = sample_batch(run, prompts, step, epoch, record)
+        rollouts, scored = sampled.rollouts, sampled.scored
         evaluations = stages.evaluate(run, rollouts, record)
         with record.stage("adv"):
-            scored_step = build_train_batch(rollouts, scored.scores, evaluations, algorithm, run.progress.control)
+            further = ScoreDetails(sampled.greedy_scores, sampled.component_scores)
+            scored_step = build_train_batch(rollouts, scored.scores, evaluations, algorithm, run.progress.control, further)
         stages.describe_batch(run, scored_step, scored, rollouts, evaluations, record)
         stages.update_critic(run, scored_step.batch, evaluations, step, record)
         if step >= trainer.critic_warmup:
@@ -40,10 +43,13 @@ def train(run: Run) -> None:
         weights.publish(run, version=step, record=record)
         if run.is_due(trainer.test_freq, step):
             last = validate(run, record, step)
-        stages.dump_rollouts(run, step, prompts, rollouts, scored, record)
-        checkpoints.write(run, step, record)
+        stages.dump_rollouts(run, step, sampled.prompts, rollouts, scored, record)
+        saving = checkpoints.write(run, step, record)
         record.log(run.tracker, step, {"training/global_step": step, "training/epoch": epoch})
-        checkpoints.commit(run, step)
+        if saving:
+            checkpoints.commit(run, step)
+        if run.stop.came:
+            raise SystemExit(TERMINATED)
     say("written to %s: %s", run.folder, ", ".join(sorted(path.name for path in run.folder.iterdir())))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)

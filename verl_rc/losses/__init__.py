@@ -17,12 +17,19 @@ from verl_rc.losses.inputs import (
 )
 from verl_rc.losses.loss_metric import LossMetric, token_metric
 from verl_rc.losses.parameters import PolicyLossParameters
-from verl_rc.losses.policy import compute_policy_loss, policy_loss_names, register_policy_loss, resolve_policy_loss
+from verl_rc.losses.policy import (
+    OWN_AVERAGE,
+    compute_policy_loss,
+    policy_loss_names,
+    register_policy_loss,
+    resolve_policy_loss,
+)
 from verl_rc.losses.regularisers import compute_entropy_loss, compute_kl_loss
 from verl_rc.losses.value import ExplainedVariance, compute_value_loss, explained_variance
 
 __all__ = [
     "AGGREGATION_MODES",
+    "OWN_AVERAGE",
     "Aggregation",
     "AggregationMode",
     "CovarianceLoss",

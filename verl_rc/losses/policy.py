@@ -43,6 +43,10 @@ _POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 
 
+OWN_AVERAGE = {"sapo": "seq-mean-token-mean", "geo_mean": "over sequences"}
+"""Losses that are averaged their own way, whatever `loss_agg_mode` says, and that way in words."""
+
+
 def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
     """Makes a function known as a policy loss under `name`, for use as a decorator.
 

@@ -29,6 +29,8 @@ def batch_metrics(
         "prompt_length": prompts,
         "global_seqlen": rollouts.tokens.sequence_lengths,
     }
+    if rollouts.num_turns is not None and rollouts.tool_calls is not None:
+        columns |= {"num_turns": rollouts.num_turns, "tool_call_counts": rollouts.tool_calls}
     values = _spreads(columns)
     values["response_length/clip_ratio"] = (lengths >= max_response_length).double().mean()
     values["prompt_length/clip_ratio"] = (prompts >= max_prompt_length).double().mean()

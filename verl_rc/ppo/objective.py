@@ -11,6 +11,7 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
+    CovarianceStatistics,
     LossMetric,
     compute_entropy_loss,
     compute_kl_loss,
@@ -33,12 +34,18 @@ class Objective:
 
 
 def policy_objective(
-    current: TokenScores, batch: TrainBatch, config: ActorConfig, correction: RolloutCorrectionConfig, totals: Aggregation
+    current: TokenScores,
+    batch: TrainBatch,
+    config: ActorConfig,
+    correction: RolloutCorrectionConfig,
+    totals: Aggregation,
+    covariance: CovarianceStatistics | None = None,
 ) -> Objective:
     """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)`` over ``loss_mask``, divided by ``totals``.
 
     ``current`` are float32 ``[B, R]`` with gradient; entropys may be missing when ``entropy_coeff`` is 0. ``totals`` must have
-    been counted over the whole mini-batch as ``correction.rejection_denominator`` says.
+    been counted over the whole mini-batch as ``correction.rejection_denominator`` says; ``covariance`` likewise, for the losses
+    ``clip_cov`` and ``kl_cov``.
     """
     denominator_mask = batch.loss_mask if correction.rejection_denominator == "kept" else batch.response_mask
     policy_loss, averages = compute_policy_loss(
@@ -52,6 +59,7 @@ def policy_objective(
         rollout_is_weights=batch.rollout_is_weights,
         config=config,
         aggregation=totals,
+        covariance_statistics=covariance,
     )
     loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
     if correction.bypass_mode and current.entropys is not None:  # else the proximal policy's entropy is reported

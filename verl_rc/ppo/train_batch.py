@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.advantage import apply_kl_in_reward, compute_advantages
-from verl_rc.config.algorithm import AlgorithmConfig
+from verl_rc.config.algorithm import TOKEN_BASELINE_ESTIMATORS, AlgorithmConfig
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.ppo.control import Control
@@ -26,8 +27,23 @@ class ScoredStep:
     """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats; None: no penalty."""
 
 
+@dataclass(frozen=True)
+class ScoreDetails:
+    """What some estimators need to know beside each sample's score."""
+
+    reward_baselines: Tensor | None = None
+    """float32 ``[B]``: score of the greedy response to the row's prompt (``remax``)."""
+    component_scores: Tensor | None = None
+    """float32 ``[B, K]``: the parts of the reward named by ``algorithm.gdpo_reward_keys`` (``gdpo``)."""
+
+
 def build_train_batch(
-    rollouts: RolloutBatch, scores: Tensor, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, control: Control
+    rollouts: RolloutBatch,
+    scores: Tensor,
+    evaluations: PolicyEvaluations,
+    algorithm: AlgorithmConfig,
+    control: Control,
+    details: ScoreDetails | None = None,
 ) -> ScoredStep:
     """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
@@ -37,6 +53,8 @@ def build_train_batch(
     """
     config = control.correction(algorithm.rollout_correction)
     rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
+    details = details or ScoreDetails()
+    weights = _weights_for_baseline(rollouts, evaluations, algorithm, config)
 
     def advantages_of(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         return compute_advantages(
@@ -49,6 +67,12 @@ def build_train_batch(
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            reward_baselines=details.reward_baselines,
+            component_scores=details.component_scores,
+            component_weights=algorithm.gdpo_reward_weights,
+            old_log_probs=evaluations.old_log_probs,
+            sum_pi_squared=evaluations.sum_pi_squared,
+            rollout_is_weights=weights,
         )
 
     excluded = config.rejected_in_group_baseline == "exclude"
@@ -82,6 +106,25 @@ def build_train_batch(
         batch_size=rollouts.batch_size,
     )
     return ScoredStep(batch, correction, rewards, reward_kl)
+
+
+def _weights_for_baseline(
+    rollouts: RolloutBatch, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, config: RolloutCorrectionConfig
+) -> Tensor | None:
+    """Importance weights ``[B, R]`` for baselines that depend on them; None where there are none.
+
+    Weights do not look at advantages, so they can be had before them. Rules that do look get advantages of 0 and reject nothing
+    here; their verdict is not used.
+    """
+    if algorithm.adv_estimator not in TOKEN_BASELINE_ESTIMATORS or config.rollout_is is None:
+        return None
+    return compute_rollout_correction(
+        evaluations.old_log_probs,
+        rollouts.rollout_log_probs,
+        rollouts.response_mask,
+        config,
+        advantages=torch.zeros_like(evaluations.old_log_probs),
+    ).weights
 
 
 def critic_batch(batch: TrainBatch, evaluations: PolicyEvaluations) -> CriticBatch:

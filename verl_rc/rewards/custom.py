@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +15,13 @@ _KEY = "reward.custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def load_reward_function(path: str, name: str, reward_kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
+def load_reward_function(
+    path: str, name: str, reward_kwargs: Mapping[str, Any] | None = None, further_arguments: Sequence[str] = ()
+) -> RewardFunction:
     """The function ``name`` of the Python file ``path`` with ``reward_kwargs`` filled in.
 
-    An ``async def`` becomes a plain function that runs it to its end.
+    ``further_arguments``: names of keyword arguments that every call has beside the usual ones. An ``async def`` becomes a
+    plain function that runs it to its end.
     Raises ``ValueError`` when the file or the function is missing, or when it does not take the arguments it will get.
     """
     module = _load_module(path)
@@ -27,11 +30,12 @@ def load_reward_function(path: str, name: str, reward_kwargs: Mapping[str, Any] 
         there = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
         raise ValueError(f"{_KEY}.name must name a function of {path}, got {name!r}; its functions are {there}.")
     further = dict(reward_kwargs or {})
+    given = [*_ARGUMENTS, *further_arguments]
     try:
-        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS), **further)
+        inspect.signature(function).bind(**dict.fromkeys(given), **further)
     except TypeError as error:
         raise ValueError(
-            f"{name} of {path} must accept the keyword arguments {', '.join([*_ARGUMENTS, *further])}, its "
+            f"{name} of {path} must accept the keyword arguments {', '.join([*given, *further])}, its "
             f"signature is {name}{inspect.signature(function)}: {error}. Change it, or {_KEY}.reward_kwargs "
             f"({sorted(further)})."
         ) from error

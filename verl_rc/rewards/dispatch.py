@@ -1,21 +1,25 @@
-"""Which function scores a response: the user's own, or the built-in one of the row's ``data_source``."""
+"""Which function scores a response: the user's own, or the built-in one of the sample's ``data_source``."""
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.reward import RewardConfig
-from verl_rc.data.dataset import PromptRow
 from verl_rc.rewards.custom import load_reward_function
 from verl_rc.rewards.exact_match import exact_match
 from verl_rc.rewards.gsm8k import gsm8k
+from verl_rc.rewards.last_answer import last_answer
 from verl_rc.rewards.math_answer import dapo_math, math_answer
-from verl_rc.rewards.output import RewardOutput, as_reward_output
+from verl_rc.rewards.output import RewardError, RewardOutput, as_reward_output
+from verl_rc.rewards.sample import RewardSample
 
 Scorer = Callable[[str, Any], Any]
 """``f(solution_str, ground_truth)`` returns a number or a dict with ``score``."""
 
 _SCORERS: dict[str, Scorer] = {
     "digits": exact_match,
+    "sums": last_answer,
     "openai/gsm8k": gsm8k,
     "lighteval/MATH": math_answer,
     "DigitalLearningGmbH/MATH-lighteval": math_answer,
@@ -28,8 +32,24 @@ _FAMILIES: dict[str, Scorer] = {"aime": dapo_math, "numina_": math_answer}
 """Scorers of all sources whose name starts so."""
 
 
+@dataclass(frozen=True)
+class Undecided:
+    """What a scorer that may run for ever says about a response it did not finish with."""
+
+    score: float
+    acc: float = 0.0
+
+
+_UNDECIDED: dict[Scorer, Undecided] = {math_answer: Undecided(score=0.0), dapo_math: Undecided(score=-1.0)}
+"""Algebra on what a policy wrote may not end: these scorers run in processes with a time limit, and an answer that is not shown
+to be equal in time is wrong."""
+
+
 def register_scorer(data_source: str) -> Callable[[Scorer], Scorer]:
-    """Decorator: the function below it scores rows of ``data_source``. Raises ``ValueError`` when the name is taken."""
+    """Decorator: the function below it scores rows of ``data_source``, in the driver's process and without a time limit.
+
+    Raises ``ValueError`` when the name is taken.
+    """
 
     def register(scorer: Scorer) -> Scorer:
         if _SCORERS.setdefault(data_source, scorer) is not scorer:
@@ -53,29 +73,58 @@ def find_scorer(data_source: str) -> Scorer:
     )
 
 
-def build_reward(config: RewardConfig) -> Callable[[PromptRow, str], RewardOutput]:
-    """The function that scores a response to a prompt; an error names the row it happened on.
+def check_data_sources(sources: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` naming every source that has no scorer; ``sources`` maps each to where it first stands."""
+    unknown = []
+    for source, where in sources.items():
+        try:
+            find_scorer(source)
+        except ValueError as error:
+            unknown.append(f"{where}: {error}")
+    if unknown:
+        raise ValueError("\n".join(unknown))
 
-    Raises ``ValueError`` at once when a function of the user's own is configured and cannot be loaded.
+
+def undecided(data_source: str) -> Undecided | None:
+    """What counts when the built-in scorer of ``data_source`` does not finish; None where it always does."""
+    return _UNDECIDED.get(find_scorer(data_source))
+
+
+def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]:
+    """The function that scores a sample.
+
+    Raises ``ValueError`` at once when a function of the user's own is configured and cannot be loaded. The function returned
+    raises ``RewardError`` naming the sample, whatever went wrong with it.
     """
     custom = config.custom_reward_function
-    function = None if custom.path is None else load_reward_function(custom.path, custom.name, custom.reward_kwargs)
+    with_model = ["reward_model_score"] if config.reward_model.enable else []
+    function = None
+    if custom.path is not None:
+        function = load_reward_function(custom.path, custom.name, custom.reward_kwargs, with_model)
 
-    def reward(row: PromptRow, solution_str: str) -> RewardOutput:
-        sample = f"row {row.row_index} (data_source {row.data_source!r}, response {solution_str[:80]!r})"
+    def returned_for(sample: RewardSample) -> Any:
+        if function is None:
+            return find_scorer(sample.data_source)(sample.solution_str, sample.ground_truth)
+        return function(
+            data_source=sample.data_source,
+            solution_str=sample.solution_str,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+            **dict.fromkeys(with_model, sample.reward_model_score),
+        )
+
+    def reward(sample: RewardSample) -> RewardOutput:
         try:
-            if function is None:
-                returned = find_scorer(row.data_source)(solution_str, row.ground_truth)
-            else:
-                returned = function(
-                    data_source=row.data_source,
-                    solution_str=solution_str,
-                    ground_truth=row.ground_truth,
-                    extra_info=row.extra_info,
-                )
+            returned = returned_for(sample)
         except Exception as error:
-            error.add_note(f"This happened while the reward function scored {sample}.")
-            raise
-        return as_reward_output(returned, sample)
+            raise RewardError(f"the reward function raised {_described(error)} for {sample}.") from error
+        output = as_reward_output(returned, sample)
+        return RewardOutput(output.score, {**output.extras, **dict.fromkeys(with_model, sample.reward_model_score)})
 
     return reward
+
+
+def _described(error: Exception) -> str:
+    """An exception's type, text and the place it came from."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}, in {place.name})"

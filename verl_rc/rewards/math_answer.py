@@ -12,8 +12,8 @@ _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 when the last ``\\boxed{}`` of ``solution_str`` means the same as ``ground_truth``, else 0.0.
 
-    Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. No time limit is set here,
-    because limits need signals or processes: the caller sets one.
+    Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. It need not come to an end, and
+    has no time limit here: call it in a process that can be killed.
     """
     answer = last_boxed(solution_str)
     right = float(answer is not None and _means_the_same(answer, str(ground_truth)))
@@ -49,14 +49,15 @@ def last_boxed(text: str) -> str | None:
 def _means_the_same(answer: str, ground_truth: str) -> bool:
     if answer == ground_truth.strip():
         return True
-    verifier = _math_verify()
+    verifier = load_verifier()
     boxed = [f"\\boxed{{{text}}}" for text in (last_boxed(ground_truth) or ground_truth, answer)]
     expected, given = [verifier.parse(text, parsing_timeout=None, raise_on_error=False) for text in boxed]
     return bool(verifier.verify(expected, given, timeout_seconds=None, raise_on_error=False))
 
 
 @cache
-def _math_verify() -> Any:
+def load_verifier() -> Any:
+    """The module math-verify; takes seconds the first time."""
     import math_verify  # noqa: PLC0415  (loads sympy, a second that only mathematics needs)
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that no time limit is set

@@ -7,6 +7,10 @@ from numbers import Real
 from typing import Any
 
 
+class RewardError(ValueError):
+    """A response that could not be scored; the message names the sample and the reason."""
+
+
 @dataclass(frozen=True)
 class RewardOutput:
     """The score of one response and whatever else the reward function reports about it."""
@@ -14,34 +18,58 @@ class RewardOutput:
     score: float
     """The reward, finite; it is placed on the response's last token."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns, e.g. ``acc`` (1.0 right, 0.0 wrong) and ``pred`` (the answer that was read)."""
+    """Further columns, e.g. ``acc`` (1.0 right, 0.0 wrong) and ``pred`` (the answer that was read): numbers, texts, None, or
+    lists and dicts of those."""
 
 
-def as_reward_output(returned: object, sample: str) -> RewardOutput:
+def as_reward_output(returned: object, sample: object) -> RewardOutput:
     """Check what a reward function returned: a number, or a mapping with the number under ``score``.
 
-    A bare number also becomes ``acc``. ``sample`` names the response in the error. Raises ``ValueError`` when the score
-    is missing, no number, or not finite.
+    A bare number also becomes ``acc``; arrays and tensors without dimensions count as numbers. ``sample`` names the response
+    in the error. Raises ``RewardError`` when the score is missing, no number, or not finite, or when a further value is
+    nothing that can be written to a file.
     """
     if isinstance(returned, Mapping):
         unnamed = [key for key in returned if not isinstance(key, str)]
         if "score" not in returned or unnamed:
-            raise ValueError(
+            raise RewardError(
                 "a reward function must return a number, or a dict that has 'score' among keys that are strings; for "
                 f"{sample} it returned a dict with the keys {list(returned)}."
             )
-        extras = {key: value for key, value in returned.items() if key != "score"}
+        extras = {str(key): _plain(value, str(key), sample) for key, value in returned.items() if key != "score"}
         if extras.get("acc") is not None:
             extras["acc"] = _number(extras["acc"], "acc", sample)
-        return RewardOutput(_number(returned["score"], "score", sample), extras)
-    score = _number(returned, "score", sample)
+        return RewardOutput(_number(_unwrapped(returned["score"]), "score", sample), extras)
+    score = _number(_unwrapped(returned), "score", sample)
     return RewardOutput(score, {"acc": score})
 
 
-def _number(value: object, name: str, sample: str) -> float:
+def _number(value: object, name: str, sample: object) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise ValueError(
+        raise RewardError(
             f"the {name} of a reward function must be a finite number, got {value!r} ({type(value).__name__}) "
             f"for {sample}. Return a float, or a dict with one under 'score'."
         )
     return float(value)
+
+
+def _plain(value: object, name: str, sample: object) -> object:
+    """``value`` in Python's own types."""
+    value = _unwrapped(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, name, sample) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name, sample) for item in value]
+    raise RewardError(
+        f"what a reward function returns beside the score must be numbers, texts, None, or lists and dicts of those, got "
+        f"{type(value).__name__} under {name!r} for {sample}."
+    )
+
+
+def _unwrapped(value: object) -> object:
+    """The one number of an array or tensor without dimensions; anything else as it is."""
+    return value.tolist() if getattr(value, "shape", None) == () and hasattr(value, "tolist") else value

@@ -12,17 +12,19 @@ def build_rollout_batch(
 ) -> RolloutBatch:
     """Join ``B`` prompts (token ids) with their completions, in the same order.
 
+    Where tools spoke, ``response_mask`` leaves their tokens out.
     Raises ``ValueError`` when counts differ, a response is empty, or a log-prob of a sampled token is positive or NaN.
     """
     rows, width = completions.responses.shape
     if len(prompts) != rows or len(group_ids) != rows:
         raise ValueError(f"every request needs exactly one completion: {len(prompts)} requests, {rows} completions.")
-    response_mask = positions_mask(completions.response_lengths, width)
+    written = positions_mask(completions.response_lengths, width)
+    response_mask = written if completions.response_mask is None else completions.response_mask
     _refuse_bad_rows("a response needs at least one token", completions.response_lengths < 1)
     bad = response_mask & ~(completions.rollout_log_probs <= 1e-5)
     _refuse_bad_rows("the log-prob of a sampled token must be a number <= 0", bad.any(dim=-1))
     prompt_ids, prompt_lengths = left_padded(list(prompts), pad_token_id)
-    responses = torch.where(response_mask, completions.responses, pad_token_id)
+    responses = torch.where(written, completions.responses, pad_token_id)
     tokens = TokenBatch(
         prompts=prompt_ids,
         prompt_lengths=prompt_lengths,
@@ -37,6 +39,8 @@ def build_rollout_batch(
         policy_versions=completions.policy_versions,
         group_ids=torch.tensor(group_ids),
         finished=completions.finished,
+        num_turns=completions.num_turns,
+        tool_calls=completions.tool_calls,
         batch_size=[rows],
     )
 

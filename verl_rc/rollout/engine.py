@@ -109,7 +109,7 @@ class RolloutEngine:
                 temperature=options.temperature,
                 top_p=options.top_p,
                 top_k=options.top_k,
-                max_tokens=options.max_tokens,
+                max_tokens=options.max_tokens if request.max_tokens is None else request.max_tokens,
                 stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
                 ignore_eos=options.ignore_eos,
                 logprobs=0,

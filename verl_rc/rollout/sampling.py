@@ -63,6 +63,8 @@ class GenerationRequest:
 
     prompt_token_ids: list[int]
     seed: int
+    max_tokens: int | None = None
+    """At most this many tokens; None: as many as the sampling options say."""
 
 
 def request_seed(identity: Mapping[str, int]) -> int:

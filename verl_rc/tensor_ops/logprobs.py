@@ -36,6 +36,19 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return result
 
 
+def sum_pi_squared_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """``sum_v p_v^2`` with ``p = softmax(logits / temperature)``: the probability of drawing the same token twice.
+
+    ``[N, V]`` to ``[N]``, in (0, 1], without gradient; precision, memory and errors as in ``log_probs_from_logits``.
+    """
+    _check(logits, temperature)
+    sums = logits.new_empty(logits.shape[:1], dtype=_precision(logits))
+    with torch.no_grad():
+        for rows in _row_chunks(logits):
+            sums[rows] = _scaled(logits[rows], temperature).softmax(dim=-1).square_().sum(dim=-1)
+    return sums
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """Saves the logits themselves and their normalisers; softmax is computed again in the backward pass."""
 

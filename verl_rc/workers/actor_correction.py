@@ -58,6 +58,11 @@ class ActorCorrection:
         self._add_gap(batch, log_probs)
         return correct_current(batch, log_probs, self._config, self._whole or found)
 
+    def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
+        """What ``correct`` will make of the micro-batch; nothing is counted."""
+        found = self._whole or measure_current(batch, log_probs, self._config, self._policy_version)
+        return correct_current(batch, log_probs, self._config, found)
+
     def finish(self) -> int:
         """End a mini-batch; returns the tokens kept of it over all ranks. Collective.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask
-from verl_rc.tensor_ops import entropy_from_logits, log_probs_from_logits
+from verl_rc.tensor_ops import entropy_from_logits, log_probs_from_logits, sum_pi_squared_from_logits
 from verl_rc.workers.language_model import packed_logits, padded_logits
 
 
@@ -22,7 +22,9 @@ class ForwardOptions:
     """Whether entropys carry a gradient; without one they are only looked at."""
 
 
-def score_tokens(model: nn.Module, tokens: TokenBatch, options: ForwardOptions, with_entropy: bool) -> TokenScores:
+def score_tokens(
+    model: nn.Module, tokens: TokenBatch, options: ForwardOptions, with_entropy: bool, with_sum_pi_squared: bool = False
+) -> TokenScores:
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one to its left."""
     packed = PackedRows.of(tokens)
     if options.remove_padding:
@@ -35,7 +37,11 @@ def score_tokens(model: nn.Module, tokens: TokenBatch, options: ForwardOptions, 
     if with_entropy:
         seen = logits if options.entropy_gradient else logits.detach()
         entropys = entropy_from_logits(seen, temperature=options.temperature)
-    return TokenScores(packed.on_grid(log_probs), None if entropys is None else packed.on_grid(entropys))
+        entropys = packed.on_grid(entropys)
+    sum_pi_squared = None
+    if with_sum_pi_squared:
+        sum_pi_squared = packed.on_grid(sum_pi_squared_from_logits(logits, temperature=options.temperature))
+    return TokenScores(packed.on_grid(log_probs), entropys, sum_pi_squared)
 
 
 def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> Tensor:

@@ -1,6 +1,9 @@
 """One rank of the actor: scores tokens, updates the policy, sends its weights."""
 
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,9 +11,11 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
+from verl_rc.distributed.collectives import all_gather_vector, all_reduce_sum
 from verl_rc.distributed.mesh import RankAddress, join_trainer_group, leave_trainer_group, trainer_device
-from verl_rc.losses import Aggregation
+from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
+from verl_rc.ppo.covariance import covariance_inputs, covariance_loss_name, covariance_statistics
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, policy_objective
 from verl_rc.weight_sync.manifest import Manifest
@@ -35,6 +40,7 @@ class PolicyWorker:
         model_config, self._actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
+        self._needs_sum_pi_squared = config.needs_sum_pi_squared
         self._device = trainer_device(config.trainer.device)
         self._mesh = join_trainer_group(address, self._device)
         fsdp = self._actor.fsdp_config
@@ -53,6 +59,8 @@ class PolicyWorker:
             entropy_gradient=self._actor.entropy_coeff != 0,
         )
         self._response_width = config.data.max_response_length
+        self._lending = ExitStack()
+        self._statistics_seconds = 0.0
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
         self._sender = WeightSender(
@@ -63,21 +71,21 @@ class PolicyWorker:
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs and entropys ``[B, R]`` of the given rows' response tokens, without gradient."""
+        """Log-probs and entropys ``[B, R]`` of the given rows' response tokens, without gradient; sums of squared probabilities
+        as a third where the estimator needs them."""
         with self.model.in_use() as module:
             module.eval()
-            return score_rows(tokens, micro_batches, self._log_probs_and_entropys, self._device)
+            return score_rows(tokens, micro_batches, self._scores, self._device)
 
     def compute_reference_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs ``[B, R]`` of the model without its LoRA adapters, without gradient."""
         with self.model.in_use() as module, adapters_off(module):
             module.eval()
-            return score_rows(tokens, micro_batches, lambda part: self._log_probs_and_entropys(part)[:1], self._device)
+            return score_rows(tokens, micro_batches, lambda part: self._scores(part)[:1], self._device)
 
-    def _log_probs_and_entropys(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True)
-        assert scores.entropys is not None
-        return scores.log_probs, scores.entropys
+    def _scores(self, tokens: TokenBatch) -> list[Tensor]:
+        scores = score_tokens(self.model.module, tokens, self._forward, True, with_sum_pi_squared=self._needs_sum_pi_squared)
+        return [values for values in (scores.log_probs, scores.entropys, scores.sum_pi_squared) if values is not None]
 
     def update(self, batch: TrainBatch, order: UpdateOrder) -> UpdateReport:
         """One optimizer step per mini-batch.
@@ -88,6 +96,7 @@ class PolicyWorker:
         bypass = self._correction.bypass_mode
         correction = ActorCorrection(order.correction, self._mesh, order.policy_version) if bypass else None
         totals, kept_tokens, gap = ObjectiveTotals("actor", len(order.mini_batches)), [], None
+        self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
             for share in order.mini_batches:
@@ -109,9 +118,11 @@ class PolicyWorker:
         if self._address.rank == 0:
             skipped = sum(kept == 0 for kept in kept_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
+        seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
+        if correction is not None or covariance_loss_name(self._actor, self._correction) is not None:
+            records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
             return UpdateReport(records, kept_tokens)
-        records.append(Metric("timing_s/correction_statistics", correction.statistics_seconds, Reduction.MAX))
         return UpdateReport(records, kept_tokens, correction.statistics(), gap)
 
     def accumulate(
@@ -123,6 +134,7 @@ class PolicyWorker:
             kept = correction.look_ahead(share.micro_batches, lambda rows: self._current(batch, rows))
             if kept is not None:
                 num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
+        covariance = self._covariance(batch, share, correction)
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
             num_tokens=num_tokens,
@@ -135,7 +147,7 @@ class PolicyWorker:
             current = self.score(part)
             if correction is not None:
                 part = correction.correct(part, current.log_probs)
-            return policy_objective(current, part, self._actor, self._correction, aggregation)
+            return policy_objective(current, part, self._actor, self._correction, aggregation, covariance)
 
         accumulate_gradients(self.model, share.micro_batches, objective_of, self._address.world_size, totals)
         return share.num_loss_tokens if correction is None else correction.finish()
@@ -144,6 +156,24 @@ class PolicyWorker:
         """Current log-probs (and entropys, if anything looks at them) of a micro-batch, with gradient."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.bypass_mode
         return score_tokens(self.model.module, part.tokens, self._forward, with_entropy)
+
+    def _covariance(
+        self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None
+    ) -> CovarianceStatistics | None:
+        """What ``clip_cov`` and ``kl_cov`` must know of the whole mini-batch, by a pass without gradient. Collective."""
+        name = covariance_loss_name(self._actor, self._correction)
+        if name is None:
+            return None
+        started = time.perf_counter()
+        seen = []
+        for rows in share.micro_batches:
+            part, log_probs = self._current(batch, rows)
+            corrected = part if correction is None else correction.preview(part, log_probs)
+            seen.append(covariance_inputs(corrected, log_probs, self._actor))
+        over_ranks, from_ranks = partial(all_reduce_sum, mesh=self._mesh), partial(all_gather_vector, mesh=self._mesh)
+        statistics = covariance_statistics(name, seen, over_ranks, from_ranks)
+        self._statistics_seconds += time.perf_counter() - started
+        return statistics
 
     def _current(self, batch: TrainBatch, rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
         part = take_rows(batch, rows, self._device)
@@ -168,12 +198,17 @@ class PolicyWorker:
         return self._sender.device_key(), self._sender.num_buckets
 
     def offer_bucket(self, index: int, share: bool) -> BucketHandle:
-        """Lend one bucket of the current weights to the engine worker on this device; collective."""
-        with self.model.in_use():
-            return self._sender.offer(index, share)
+        """Lend one bucket of the current weights to the engine worker on this device; collective.
+
+        The weights stay on the device until ``release_bucket``.
+        """
+        if index == 0:
+            self._lending.enter_context(self.model.in_use())
+        return self._sender.offer(index, share)
 
     def release_bucket(self) -> SendReceipt:
-        """Take the last bucket back."""
+        """Take the last bucket back, which ends the update."""
+        self._lending.close()
         return self._sender.release()
 
     def save(self, folder: Path) -> None:

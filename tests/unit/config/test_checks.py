@@ -47,3 +47,39 @@ def test_a_hub_id_is_not_looked_for_on_disk(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.parquet"):
         (tmp_path / name).touch()
     check_files(make_config(tmp_path, "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.train_weights=[1,2]"], "data.train_weights must hold one number for each of the 1 data.train_files, got 2"),
+        (["data.train_weights=[0]"], r"data.train_weights must be positive numbers, got \[0.0\]"),
+        (["data.custom_cls.path=a.py"], "data.custom_cls.path and data.custom_cls.name belong together"),
+        (
+            ["data.custom_cls.path=a.py", "data.custom_cls.name=A", "data.train_weights=[1]"],
+            "data.train_weights is refused with data.custom_cls",
+        ),
+        (["actor_rollout_ref.rollout.multi_turn.format=tag"], "multi_turn has no effect without .*, but format was given"),
+        (["actor_rollout_ref.rollout.multi_turn.enable=True"], r"needs a tool: pass .*multi_turn.tools=\[calculator\]"),
+        (
+            [
+                "actor_rollout_ref.rollout.multi_turn.enable=True",
+                "actor_rollout_ref.rollout.multi_turn.tools=[calculator]",
+                "actor_rollout_ref.rollout.ignore_eos=True",
+            ],
+            "needs turns that end",
+        ),
+    ],
+)
+def test_data_and_tools_that_contradict(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_run(make_config(tmp_path, *overrides))
+
+
+def test_a_class_of_ones_own_finds_its_data_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    own = ["data.custom_cls.name=Own", f"data.custom_cls.path={tmp_path}/own.py"]
+    with pytest.raises(ConfigError, match=r"^data.custom_cls.path must name existing files.*own.py' does not exist.$"):
+        check_files(make_config(tmp_path, *own))
+    (tmp_path / "own.py").touch()
+    check_files(make_config(tmp_path, *own))

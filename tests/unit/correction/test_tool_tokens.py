@@ -1,11 +1,13 @@
 """Tool tokens between turns change nothing: the same response without them gives the same weights, rejections and metrics."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import compute_rollout_correction
+from verl_rc.correction import compute_rollout_correction, measure
 
 PLAN = ["ttt...tttt", "tttttttttt", ".tt.t.....", "tttt.ttt.."]
 """``t``: a token of the policy's, ``.``: of a tool, or padding."""
@@ -45,3 +47,40 @@ def test_same_as_without_tool_tokens(name: str) -> None:
     mine, theirs = there.metrics(), alone.metrics()
     shared = {name for name in mine if "/turn_" not in name}
     assert {name: mine[name] for name in shared} == pytest.approx({name: theirs[name] for name in shared}, nan_ok=True)
+
+
+def test_the_gap_by_turn_against_a_loop_and_merged_from_parts() -> None:
+    plan = [*PLAN, "t.t.t.t.tt"]
+    mask = torch.tensor([[symbol == "t" for symbol in row] for row in plan])
+    generator = torch.Generator().manual_seed(5)
+    rollout = -torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    train = rollout + 0.3 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    config = RolloutCorrectionConfig(diagnostics="full")
+    by_turn: dict[int, list[float]] = {}
+    for row, symbols in enumerate(plan):
+        runs = [part for part in symbols.split(".") if part]
+        ratios = iter((train - rollout)[row][mask[row]].tolist())
+        for turn, part in enumerate(runs):
+            by_turn.setdefault(turn, []).extend(next(ratios) for _ in part)
+    metrics = compute_rollout_correction(train, rollout, mask, config).metrics()
+    for turn, ratios in by_turn.items():
+        assert metrics[f"rollout_corr/turn_{turn}_token_fraction"] == pytest.approx(len(ratios) / int(mask.sum()))
+        assert metrics[f"rollout_corr/turn_{turn}_kl"] == pytest.approx(-sum(ratios) / len(ratios))
+        k3 = sum(math.exp(value) - value - 1 for value in ratios) / len(ratios)
+        assert metrics[f"rollout_corr/turn_{turn}_k3_kl"] == pytest.approx(k3)
+    assert sorted(by_turn) == [0, 1, 2, 3, 4]
+    parts = [measure(train[rows], rollout[rows], mask[rows], config) for rows in (slice(0, 2), slice(2, 5))]
+    merged = parts[0].merge(parts[1]).metrics(config)
+    assert {name: value for name, value in merged.items() if "/turn_" in name} == pytest.approx(
+        {name: value for name, value in metrics.items() if "/turn_" in name}
+    )
+
+
+def test_later_turns_share_the_last_bucket_and_one_turn_alone_is_not_split() -> None:
+    config, rollout = RolloutCorrectionConfig(diagnostics="full"), torch.full((1, 13), -1.0)
+    mask = torch.tensor([[index % 2 == 0 for index in range(13)]])  # seven turns of a token each
+    metrics = compute_rollout_correction(rollout, rollout, mask, config).metrics()
+    assert metrics["rollout_corr/turn_4_token_fraction"] == pytest.approx(3 / 7)
+    assert "rollout_corr/turn_5_kl" not in metrics
+    dense = compute_rollout_correction(rollout, rollout, torch.ones_like(mask), config).metrics()
+    assert not [name for name in dense if "/turn_" in name]

@@ -1,9 +1,13 @@
 """Prompts: verl's format in, token ids out; the loader is seeded and resumes exactly; wrong data is named."""
 
+import json
+import shutil
+
 import pytest
 
 from verl_rc.config.data import DataConfig
 from verl_rc.data.dataset import PromptDataset, PromptOptions, RowChoice, build_train_loader, build_validation_rows
+from verl_rc.data.tokenize import load_tokenizer
 
 OPTIONS = PromptOptions(max_prompt_length=32)
 
@@ -168,3 +172,55 @@ def test_validation_rows_are_all_rows_in_order(ten_rows, tokenizer):
     assert len(some) == 4
     assert some == build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer, 1)
     assert some != build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer, 2)
+
+
+def test_json_lines_serve_the_same_prompts_as_parquet(ten_rows, record, tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(record(str(10 + i))) + "\n" for i in range(10)))
+    for build in (build_train_loader, build_validation_rows):
+        assert list(build(config(str(path)), tokenizer, 1)) == list(build(config(ten_rows), tokenizer, 1))
+
+
+def test_weighted_files_share_every_batch_and_resume(write_parquet, record, tokenizer):
+    files = [write_parquet([record(str(base + i)) for i in range(8)], f"{base}.parquet") for base in (10, 90)]
+    options = config(files, train_batch_size=4, train_weights=[1, 3])
+    loader = build_train_loader(options, tokenizer, 1)
+    assert [sum(question >= "90" for question in questions(batch)) for batch in loader] == [3, 3, 3, 3]
+    flow = iter(loader)
+    next(flow)
+    resumed = build_train_loader(options, tokenizer, 1)
+    resumed.load_state_dict(loader.state_dict())
+    assert [questions(batch) for batch in resumed] == [questions(batch) for batch in flow]
+
+
+def test_sizes_of_files_count_what_is_left(write_parquet, record, tokenizer):
+    files = [write_parquet([record(q) for q in rows], f"{rows[0]}.parquet") for rows in (["1", "123456"], ["2"], ["34", "5"])]
+    options = PromptOptions(max_prompt_length=5, filter_overlong=True)
+    assert PromptDataset(files, tokenizer, options, RowChoice()).file_sizes() == [1, 1, 2]
+    assert PromptDataset(files, tokenizer, OPTIONS, RowChoice(2)).file_sizes() == [2, 0, 0]
+
+
+def test_arguments_of_the_chat_template_change_the_prompts(ten_rows, tokenizer_folder, tmp_path):
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ '' if enable_thinking else '!' }}")
+    own = load_tokenizer(str(folder))
+    for given, expected in (({}, "10!"), ({"enable_thinking": True}, "10")):
+        rows = build_validation_rows(config(ten_rows, apply_chat_template_kwargs=given), own, 1)
+        assert own.decode(rows[0].prompt_token_ids) == expected
+
+
+def test_the_line_about_lengths_refuses_prompts_that_the_run_would_stumble_over(write_parquet, record, tokenizer):
+    path = write_parquet([record("1"), record("123456")])
+    with pytest.raises(ValueError, match=r"max_prompt_length=5 tokens, got 7 in row 1 of"):
+        PromptDataset([path], tokenizer, PromptOptions(5), RowChoice()).describe_lengths()
+    line = PromptDataset([path], tokenizer, PromptOptions(5, "left"), RowChoice()).describe_lengths()
+    assert line == "2 prompts by tokens: 2-3: 50%, 4-7: 50%; median 2, longest 7, data.max_prompt_length=5, longer 50.0%"
+
+
+def test_data_sources_are_found_in_all_chosen_rows_of_all_files(write_parquet, record, tokenizer):
+    first = write_parquet([record("1", data_source="a"), record("2", data_source="b")], "first.parquet")
+    second = write_parquet([record("3", data_source="a"), record("12345", data_source="c")], "second.parquet")
+    dataset = PromptDataset([first, second], tokenizer, OPTIONS, RowChoice())
+    assert dataset.data_sources() == {"a": f"row 0 of {first}", "b": f"row 1 of {first}", "c": f"row 1 of {second}"}
+    fewer = PromptDataset([first, second], tokenizer, PromptOptions(5, filter_overlong=True), RowChoice())
+    assert fewer.data_sources().keys() == {"a", "b"}

@@ -58,3 +58,8 @@ def test_gaps_that_arrow_fills_are_taken_out_of_messages():
 def test_what_is_no_list_of_messages_is_refused(bad):
     with pytest.raises(ValueError, match=r"column 'prompt' must hold a list of chat messages.*in row 3 of f\.parquet"):
         check_messages(bad, "prompt", "row 3 of f.parquet")
+
+
+def test_a_column_is_read_row_by_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"a": 1, "b": "x"}\n{"a": 2, "b": null}\n')
+    assert RecordFile(str(tmp_path / "rows.jsonl"), ["a", "b"]).column("b") == ["x", None]

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from verl_rc.data.tokenize import encode_messages, encode_prompt, load_tokenizer
+from verl_rc.data.tokenize import ToolTurnEncoder, encode_messages, encode_prompt, load_tokenizer
 
 CONVERSATION = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "3"}]
 
@@ -70,3 +70,39 @@ def test_missing_chat_template_is_named(tokenizer_folder, tmp_path):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="lacks chat_template"):
         load_tokenizer(str(folder))
+
+
+def test_what_follows_an_assistants_turn(tokenizer):
+    encoder = ToolTurnEncoder(tokenizer)
+    assert text(tokenizer, encoder.encode(["42"])) == "42="
+    assert text(tokenizer, encoder.encode(["4", "2"])) == "42="
+
+
+def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder, tmp_path):
+    """Templates of Qwen's kind put a newline behind the end token of a turn, which the policy never samples."""
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    own = load_tokenizer(str(folder))
+    assert text(own, ToolTurnEncoder(own).encode(["7"])) == "\n<tool>7<|im_end|>\n<assistant>"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "tool", "content": "7"}]
+    assembled = encode_prompt(own, turns[:1]) + own("a<|im_end|>")["input_ids"] + ToolTurnEncoder(own).encode(["7"])
+    assert assembled == encode_prompt(own, turns)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[-1]['content'] }}", "must end an assistant's turn with the end token"),
+        ("{{ messages|length }}<|im_end|>{{ messages[-1]['content'] }}", "behind the turns before it"),
+        ("{% for m in messages[:2] %}{{ m['content'] }}<|im_end|>{% endfor %}", "behind the turns before it"),
+    ],
+)
+def test_templates_that_tools_cannot_use_are_refused(template, message, tokenizer_folder, tmp_path):
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text(template)
+    own = load_tokenizer(str(folder))
+    with pytest.raises(ValueError, match=message):
+        ToolTurnEncoder(own).encode(["7"])

@@ -54,7 +54,7 @@ class Tables:
         self.tables.append((name, columns, rows, step))
 
 
-def even_is_right(row, text):
+def even_is_right(text):
     return RewardOutput(float(text) / 100, {"acc": float(int(text) % 2 == 0), "pred": str(int(text) % 2)})
 
 
@@ -71,11 +71,11 @@ def scripted_run(samples, prompts=3, **changes):
             data=SimpleNamespace(**sections[1]),
         ),
         validation_rows=[prompt_row(index) for index in range(prompts)],
-        engines=ScriptedEngines(),
+        sampler=ScriptedEngines(),
         tokenizer=SimpleNamespace(
             pad_token_id=0, batch_decode=lambda rows, skip_special_tokens: [str(row[0]) for row in rows]
         ),
-        reward=even_is_right,
+        scorer=SimpleNamespace(score=lambda rows, texts: [even_is_right(text) for text in texts]),
         tracker=Tables(),
         stop_token_ids=(2,),
     )
@@ -92,14 +92,14 @@ def test_one_greedy_sample_per_prompt():
     accuracy, metrics = metrics_of(run)
     assert accuracy == 1.0  # 100, 110, 120
     assert metrics == pytest.approx({"val-core/digits/acc/mean@1": 1.0, "val-aux/digits/reward/mean@1": 1.1})
-    (_, options), = run.engines.calls
+    (_, options), = run.sampler.calls
     assert options.temperature == 0.0
 
 
 def test_every_prompt_is_sampled_n_times_each_with_its_own_seed():
     run = scripted_run(samples=3)
     accuracy, metrics = metrics_of(run)
-    (requests, options), = run.engines.calls
+    (requests, options), = run.sampler.calls
     assert [request.prompt_token_ids[0] for request in requests] == [10, 10, 10, 11, 11, 11, 12, 12, 12]
     assert len({request.seed for request in requests}) == 9
     assert options.temperature == 1.0
@@ -116,10 +116,10 @@ def test_the_seeds_are_the_same_at_every_step_and_in_every_batch():
     metrics_of(whole, step=0)
     metrics_of(whole, step=5)
     metrics_of(parts)
-    first, second = ([request.seed for request in requests] for requests, _ in whole.engines.calls)
+    first, second = ([request.seed for request in requests] for requests, _ in whole.sampler.calls)
     assert first == second
-    assert [len(requests) for requests, _ in parts.engines.calls] == [4, 2]  # two prompts with their two samples, then one
-    assert [request.seed for requests, _ in parts.engines.calls for request in requests] == first
+    assert [len(requests) for requests, _ in parts.sampler.calls] == [4, 2]  # two prompts with their two samples, then one
+    assert [request.seed for requests, _ in parts.sampler.calls for request in requests] == first
 
 
 def test_batches_do_not_change_the_result():

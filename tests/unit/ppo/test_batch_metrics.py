@@ -57,3 +57,14 @@ def test_equal_probabilities_give_no_nan() -> None:
     rollouts.rollout_log_probs = constant
     evaluations = PolicyEvaluations(old_log_probs=constant, entropys=constant, batch_size=[2])
     assert all(np.isfinite(value) for value in policy_gap_metrics(rollouts, evaluations).values())
+
+
+def test_turns_and_tool_calls_where_there_are_tools() -> None:
+    lengths, zeros = [7, 2], torch.zeros(2, 7)
+    rollouts = make_rollouts(lengths)
+    metrics = batch_metrics(make_train_batch(lengths), torch.zeros(2), zeros, rollouts, 7, 100)
+    assert not [name for name in metrics if "turn" in name.split("/")[0] and "return" not in name]
+    rollouts.num_turns, rollouts.tool_calls = torch.tensor([6, 2]), torch.tensor([3, 0])
+    metrics = batch_metrics(make_train_batch(lengths), torch.zeros(2), zeros, rollouts, 7, 100)
+    assert [metrics[f"num_turns/{statistic}"] for statistic in ("mean", "max", "min")] == [4, 6, 2]
+    assert [metrics[f"tool_call_counts/{statistic}"] for statistic in ("mean", "max", "min")] == [1.5, 3, 0]

@@ -1,5 +1,7 @@
 """From scored rollouts to the train batch: rejection changes the loss mask and nothing else."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenBatch, positions_mask
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, outcome_rewards
+from verl_rc.ppo.train_batch import ScoreDetails, ScoredStep, build_train_batch, critic_batch, outcome_rewards
 
 LENGTHS = torch.tensor([3, 2, 3, 1])
 SCORES = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -122,3 +124,44 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
     assert rows.returns[0].tolist() == [1.0, 1.0, 1.0]  # gamma = lam = 1: the score of the row
     assert rows.returns[1, :2].tolist() == [0.0, 0.0]
     assert torch.equal(rows.old_values, evaluations.critic_values)
+
+
+def estimated(
+    name: str, rollouts: RolloutBatch, evaluations: PolicyEvaluations, details: ScoreDetails, **correction: object
+) -> ScoredStep:
+    config = algorithm(**correction).model_copy(update={"adv_estimator": name})
+    return build_train_batch(rollouts, SCORES, evaluations, config, Control.of(config), details)
+
+
+def test_remax_subtracts_the_greedy_score() -> None:
+    details = ScoreDetails(reward_baselines=torch.tensor([0.25, 0.25, 2.0, 2.0]))
+    batch = estimated("remax", *make_rollouts(), details).batch
+    assert batch.advantages[:, 0].tolist() == [0.75, -0.25, -1.0, -1.0]
+
+
+def test_gdpo_adds_up_what_is_normalised_part_by_part() -> None:
+    """Two parts that differ in their size alone count the same, and opposite ones cancel."""
+    parts = torch.tensor([[1.0, 100.0], [0.0, 0.0], [1.0, 0.0], [0.0, 100.0]])
+    batch = estimated("gdpo", *make_rollouts(), ScoreDetails(component_scores=parts)).batch
+    first, second, third, fourth = batch.advantages[:, 0].tolist()
+    assert third == pytest.approx(fourth, abs=1e-5)
+    assert first - third == pytest.approx(third - second, abs=1e-5)
+    assert first > third > second
+
+
+@pytest.mark.parametrize("opsm", [None, 0.01])
+def test_the_optimal_baseline_weighs_rows_by_their_squared_importance(opsm: float | None) -> None:
+    """Equal probabilities: the weights of a group's rows at the first token are their squared importance weights.
+
+    The importance weight of row 0 is e^0.5 at its first token, that of row 1 is 1; returns are 1 and 0.
+    """
+    rollouts, evaluations = make_rollouts()
+    evaluations.old_log_probs[0, 0] += 0.5
+    evaluations.sum_pi_squared = 2 * evaluations.old_log_probs.exp()  # 1 - 2 pi + sum pi^2 = 1
+    correction = {"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_opsm_threshold": opsm}
+    step = estimated("optimal_token_baseline", rollouts, evaluations, ScoreDetails(), **correction)
+    weight = math.exp(1.0)
+    baseline = weight / (weight + 1)
+    assert step.batch.advantages[:2, 0].tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-5)
+    uncorrected = estimated("optimal_token_baseline", rollouts, evaluations, ScoreDetails())
+    assert uncorrected.batch.advantages[:2, 0].tolist() == pytest.approx([0.5, -0.5], rel=1e-5)

@@ -3,12 +3,23 @@
 import pytest
 
 from verl_rc.config.reward import RewardConfig
-from verl_rc.data.dataset import PromptRow
-from verl_rc.rewards import build_reward, dapo_math, exact_match, find_scorer, gsm8k, math_answer, register_scorer
+from verl_rc.rewards import (
+    RewardError,
+    RewardSample,
+    build_reward,
+    check_data_sources,
+    dapo_math,
+    exact_match,
+    find_scorer,
+    gsm8k,
+    math_answer,
+    register_scorer,
+    undecided,
+)
 
 
-def row(data_source: str, ground_truth: object = "12") -> PromptRow:
-    return PromptRow(5, [1, 2], [{"role": "user", "content": "21"}], data_source, ground_truth, {"index": 9})
+def sample(data_source: str, solution_str: str, ground_truth: object = "12") -> RewardSample:
+    return RewardSample(5, data_source, ground_truth, {"index": 9}, solution_str)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +49,7 @@ def test_registered_scorers_are_found_and_names_are_not_taken_twice():
     def half(solution_str, ground_truth):
         return 0.5
 
-    assert build_reward(RewardConfig())(row("test_dispatch/half"), "x").score == 0.5
+    assert build_reward(RewardConfig())(sample("test_dispatch/half", "x")).score == 0.5
     assert register_scorer("test_dispatch/half")(half) is half
     with pytest.raises(ValueError, match="'digits' already has a scorer"):
         register_scorer("digits")(half)
@@ -46,8 +57,8 @@ def test_registered_scorers_are_found_and_names_are_not_taken_twice():
 
 def test_builtin_reward_scores_a_row():
     reward = build_reward(RewardConfig())
-    assert reward(row("digits"), " 12 ").score == 1.0
-    assert dict(reward(row("digits"), "13").extras) == {"acc": 0.0, "pred": "13"}
+    assert reward(sample("digits", " 12 ")).score == 1.0
+    assert dict(reward(sample("digits", "13")).extras) == {"acc": 0.0, "pred": "13"}
 
 
 def test_a_function_of_ones_own_goes_before_the_builtin_one(tmp_path):
@@ -57,20 +68,45 @@ def test_a_function_of_ones_own_goes_before_the_builtin_one(tmp_path):
     )
     section = {"path": str(tmp_path / "mine.py"), "name": "judge", "reward_kwargs": {"bonus": 0.75}}
     reward = build_reward(RewardConfig.model_validate({"custom_reward_function": section}))
-    output = reward(row("digits"), "text")
+    output = reward(sample("digits", "text"))
     assert output.score == 0.75
     assert output.extras["seen"] == ["digits", "text", "12", {"index": 9}]
 
 
+def test_a_function_of_ones_own_gets_the_score_of_the_reward_model(tmp_path):
+    (tmp_path / "mine.py").write_text("def compute_score(reward_model_score, **_):\n    return 2 * reward_model_score\n")
+    sections = {"custom_reward_function": {"path": str(tmp_path / "mine.py")}}
+    model = {"enable": True, "model_path": "unused"}
+    judged = RewardSample(5, "anything", None, {}, "text", reward_model_score=0.25)
+    output = build_reward(RewardConfig.model_validate({**sections, "reward_model": model}))(judged)
+    assert (output.score, dict(output.extras)) == (0.5, {"acc": 0.5, "reward_model_score": 0.25})
+    (tmp_path / "mine.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n")
+    with pytest.raises(ValueError, match=r"must accept the keyword arguments .*extra_info, reward_model_score"):
+        build_reward(RewardConfig.model_validate({**sections, "reward_model": model}))
+
+
+def test_every_unknown_source_of_the_data_is_named_with_its_place():
+    check_data_sources({"digits": "row 0 of a", "aime2025": "row 1 of a"})
+    with pytest.raises(ValueError, match=r"row 3 of a.parquet: .*got 'riddles'[\s\S]*\nrow 8 of b.parquet: .*got 'chess'"):
+        check_data_sources({"riddles": "row 3 of a.parquet", "digits": "row 0", "chess": "row 8 of b.parquet"})
+
+
+def test_only_algebra_may_stay_undecided_and_is_wrong_then():
+    assert [undecided(source) for source in ("digits", "openai/gsm8k")] == [None, None]
+    for source in ("lighteval/MATH", "aime2024"):
+        wrong = find_scorer(source)(r"Answer: \boxed{3}", "4")
+        assert (undecided(source).score, undecided(source).acc) == (wrong["score"], wrong["acc"])
+
+
 def test_errors_name_the_row(tmp_path):
-    with pytest.raises(ValueError, match="GSM8K") as raised:
-        build_reward(RewardConfig())(row("openai/gsm8k", "no number"), "#### 4")
-    assert "row 5 (data_source 'openai/gsm8k', response '#### 4')" in raised.value.__notes__[0]
+    place = r"row 5 \(data_source 'openai/gsm8k', response '#### 4'\)"
+    with pytest.raises(RewardError, match=rf"raised ValueError: the ground truth of .*gsm8k.py:\d+, in gsm8k\) for {place}"):
+        build_reward(RewardConfig())(sample("openai/gsm8k", "#### 4", "no number"))
     (tmp_path / "mine.py").write_text("def compute_score(**_):\n    return 'good'\n")
     section = {"path": str(tmp_path / "mine.py")}
     reward = build_reward(RewardConfig.model_validate({"custom_reward_function": section}))
     with pytest.raises(ValueError, match=r"got 'good' \(str\) for row 5 "):
-        reward(row("digits"), "text")
+        reward(sample("digits", "text"))
 
 
 def test_a_missing_function_is_found_before_the_first_step(tmp_path):

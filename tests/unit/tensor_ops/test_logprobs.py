@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_rc.tensor_ops import entropy_from_logits, log_probs_from_logits, logprobs
+from verl_rc.tensor_ops import entropy_from_logits, log_probs_from_logits, logprobs, sum_pi_squared_from_logits
 
 TOKENS = torch.tensor([0, 3, 6, 2, 2])
 
@@ -29,6 +29,20 @@ def test_values_are_those_of_the_definition(temperature: float) -> None:
     entropies = [-sum(p * math.log(p) for p in row) for row in rows]
     assert log_probs_from_logits(logits(), TOKENS, temperature).tolist() == pytest.approx(chosen, rel=1e-12)
     assert entropy_from_logits(logits(), temperature).tolist() == pytest.approx(entropies, rel=1e-12)
+    squares = [sum(p * p for p in row) for row in rows]
+    assert sum_pi_squared_from_logits(logits(), temperature).tolist() == pytest.approx(squares, rel=1e-12)
+
+
+def test_cutting_into_chunks_changes_no_sum_of_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sum_pi_squared_from_logits(logits())
+    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", {"cpu": 7})
+    assert torch.equal(sum_pi_squared_from_logits(logits().requires_grad_()), whole)
+
+
+def test_of_equally_likely_tokens_the_squares_sum_to_one_over_their_number() -> None:
+    result = sum_pi_squared_from_logits(torch.full((2, 8), 3.0, dtype=torch.bfloat16))
+    assert result.dtype == torch.float32
+    assert result.tolist() == [0.125, 0.125]
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

@@ -52,6 +52,18 @@ _CRITIC = (
 )
 _BATCH = (
     *spread("critic/score", "reward", "sequences of the reward function's score", "ppo"),
+    *spread("critic/overlong_reward", "reward", "sequences of the overlong penalty, which is part of the score", "driver"),
+    MetricSpec(
+        "critic/reward_baselines/mean", "reward", "mean over prompts of the greedy response's score (remax)", emitted_by="driver"
+    ),
+    *spread("reward/{column}", "of the column", "the responses that have it of a column of the reward function", "driver"),
+    MetricSpec(
+        "reward/failed_fraction",
+        "1",
+        "share of responses that could not be scored; each got reward.failure_score, or counts as a wrong answer",
+        (0, 0.01),
+        "driver",
+    ),
     *spread("critic/rewards", "reward", "sequences of the summed token rewards (score less KL penalty)", "ppo"),
     *spread("critic/advantages", "1", "response tokens of the advantage", "ppo"),
     *spread("critic/returns", "reward", "response tokens of the return", "ppo"),

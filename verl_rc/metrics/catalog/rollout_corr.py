@@ -101,6 +101,9 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("age_{n}_token_fraction", "1", "share of tokens of this age; the last age holds all older ones", None),
     ("age_{n}_kl", "nats", "mean of −l over the tokens of this age", None),
     ("age_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this age", None),
+    ("turn_{n}_token_fraction", "1", "share of tokens of this turn of the policy; the last turn holds all later ones", None),
+    ("turn_{n}_kl", "nats", "mean of −l over the tokens of this turn", None),
+    ("turn_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
 )
 
 SPECS = (

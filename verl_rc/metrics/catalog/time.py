@@ -4,6 +4,7 @@ from verl_rc.metrics.catalog.spec import MetricSpec
 
 _STAGES = {
     "gen": "sampling the responses",
+    "gen_max": "sampling one greedy response per prompt (remax)",
     "reward": "scoring the responses",
     "old_log_prob": "log-probs under the proximal policy",
     "ref": "log-probs under the reference policy",

@@ -54,6 +54,11 @@ class ConsoleSink:
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
         """Shows nothing."""
 
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Writes a line for each line of ``text``."""
+        for line in text.splitlines():
+            self._console.print(f"warning: {title}: {line}", markup=False, highlight=False, soft_wrap=True)
+
     def close(self) -> None:
         """Takes the bar away."""
         if self._progress is not None:

@@ -12,7 +12,7 @@ Record = dict[str, object]
 
 
 class JsonlSink:
-    """Writes ``metrics.jsonl``, ``histograms.jsonl`` and ``tables/<name>.jsonl``, flushed line by line.
+    """Writes ``metrics.jsonl``, ``histograms.jsonl``, ``alerts.jsonl`` and ``tables/<name>.jsonl``, flushed line by line.
 
     The lines are strict JSON: a number that is not finite becomes the string ``"NaN"``, ``"Infinity"`` or
     ``"-Infinity"``, which ``float`` reads back. A resumed run continues the files: lines of steps later than its first
@@ -45,6 +45,10 @@ class JsonlSink:
                 "counts": list(map(_json_number, counts)),
             },
         )
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Appends one line ``{"step", "title", "text"}`` to ``alerts.jsonl``."""
+        self._append("alerts.jsonl", {"step": step, "title": title, "text": text})
 
     def close(self) -> None:
         """Closes the files."""

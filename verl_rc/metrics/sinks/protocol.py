@@ -22,6 +22,10 @@ class MetricSink(Protocol):
         """Takes a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
         ...
 
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Tells whoever watches that something is wrong; rarely called. ``text`` may have several lines."""
+        ...
+
     def close(self) -> None:
         """Writes out what is pending; nothing may be logged afterwards."""
         ...

@@ -43,6 +43,10 @@ class TensorBoardSink:
             global_step=step,
         )
 
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Writes the text below ``alerts``."""
+        self._writer.add_text("alerts", f"**{_markdown(title)}**<br>{_markdown(text)}", step)
+
     def close(self) -> None:
         """Closes the event file."""
         self._writer.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.metrics.sinks.console import ConsoleSink
+from verl_rc.metrics.sinks.health import ALERT_TITLE, HealthMonitor
 from verl_rc.metrics.sinks.jsonl import JsonlSink
 from verl_rc.metrics.sinks.protocol import Cell, MetricSink
 
@@ -14,17 +15,26 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
 class Tracker:
-    """Hands everything to every sink."""
+    """Hands everything to every sink, and tells them when a metric has left its healthy range."""
 
     def __init__(self, sinks: Sequence[MetricSink], run_id: str | None = None) -> None:
         """``run_id``: what W&B calls this run, None without W&B; a checkpoint keeps it."""
         self._sinks = tuple(sinks)
+        self._health = HealthMonitor()
         self.run_id = run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Takes the reduced metrics of one step."""
         for sink in self._sinks:
             sink.log(metrics, step)
+        complaints = self._health.observe(metrics, step)
+        if complaints:
+            self.alert(ALERT_TITLE, "\n".join(map(str, complaints)), step)
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Tells whoever watches that something is wrong."""
+        for sink in self._sinks:
+            sink.alert(title, text, step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
         """Takes a table, such as validation samples; every row has one cell a column."""

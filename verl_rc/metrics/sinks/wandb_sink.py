@@ -8,6 +8,10 @@ from typing import Any
 import wandb
 
 from verl_rc.metrics.sinks.protocol import Cell
+from verl_rc.metrics.sinks.tags import run_tags
+
+_HEADLINE_PREFIX = "val-core/"
+_BEST_PREFIX = "best/"
 
 
 class WandbSink:
@@ -28,6 +32,7 @@ class WandbSink:
             name=experiment_name,
             dir=str(run_dir),
             config=dict(config),
+            tags=run_tags(config),
             id=resume_id,
             resume=None if resume_id is None else "allow",
             mode=_mode(),
@@ -40,8 +45,11 @@ class WandbSink:
         return str(self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Logs the metrics of one step."""
+        """Logs the metrics of one step; the summary keeps the best of every headline of validation, and the step it came from."""
         self._run.log(dict(metrics), step=step)
+        for name, value in metrics.items():
+            if name.startswith(_HEADLINE_PREFIX):
+                self._keep_best(name.removeprefix(_HEADLINE_PREFIX), value, step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
         """Logs a ``wandb.Table``."""
@@ -52,9 +60,19 @@ class WandbSink:
         edges, counts = join_bins(edges, counts, max_bins=512)
         self._run.log({name: wandb.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
 
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Sends an alert, by mail or Slack as the user's settings at W&B say; an offline run's when it is uploaded."""
+        self._run.alert(title=title, text=f"step {step}\n{text}", level=wandb.AlertLevel.WARN)
+
     def close(self) -> None:
         """Finishes the run."""
         self._run.finish()
+
+    def _keep_best(self, name: str, value: float, step: int) -> None:
+        """A resumed run that is online goes on from the best so far; the first of equal values counts."""
+        best = self._run.summary.get(f"{_BEST_PREFIX}{name}")
+        if best is None or value > best:
+            self._run.summary.update({f"{_BEST_PREFIX}{name}": value, f"{_BEST_PREFIX}{name}/step": step})
 
 
 def join_bins(edges: Sequence[float], counts: Sequence[float], max_bins: int) -> tuple[list[float], list[float]]:

@@ -60,3 +60,9 @@ def test_a_terminal_gets_a_bar_as_well():
     shown = "\n".join(lines_of((1, STEP), (2, STEP), force_terminal=True, width=200))
     assert "step 2/55" in shown
     assert "2/55" in shown.replace("step 2/55", "")
+
+
+def test_an_alert_is_a_line_a_complaint():
+    stream = io.StringIO()
+    ConsoleSink(55, Console(file=stream)).alert("not healthy", "a = 1 [0 to 1]\nb = 2", step=3)
+    assert stream.getvalue().splitlines() == ["warning: not healthy: a = 1 [0 to 1]", "warning: not healthy: b = 2"]

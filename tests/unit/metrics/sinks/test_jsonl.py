@@ -32,6 +32,14 @@ def test_numbers_that_are_not_finite_stay_readable(tmp_path):
     assert float(line["c"]) == -math.inf
 
 
+def test_alerts_have_a_file_of_their_own_once_there_is_one(tmp_path):
+    sink = JsonlSink(tmp_path)
+    sink.log({"a": 1.0}, step=4)
+    assert not (tmp_path / "alerts.jsonl").exists()
+    sink.alert("title", "first\nsecond", step=5)
+    assert read(tmp_path / "alerts.jsonl") == [{"step": 5, "title": "title", "text": "first\nsecond"}]
+
+
 def test_tables_and_histograms(tmp_path):
     sink = JsonlSink(tmp_path)
     sink.log_table("val/generations", ["input", "score"], [["3+4=", 1.0], ["5+5=", math.nan]], step=3)

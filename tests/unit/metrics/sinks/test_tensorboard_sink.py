@@ -15,6 +15,7 @@ def test_scalars_tables_and_histograms_arrive(tmp_path):
     tracker.log({"actor/lr": 0.25}, step=2)
     tracker.log_table("val/generations", ["input", "score"], [["a|b\nc", 1.0]], step=2)
     tracker.log_histogram("log_ratio", [-1.0, 0.0, 1.0], [3, 1], step=2)
+    tracker.alert("title", "a | b\nc", step=2)
     tracker.close()
 
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -23,5 +24,7 @@ def test_scalars_tables_and_histograms_arrive(tmp_path):
     (histogram,) = events.Histograms("log_ratio")
     assert histogram.histogram_value.num == 4
     assert histogram.histogram_value.sum == pytest.approx(-1.0)  # 3 · -0.5 + 1 · 0.5
+    (alert,) = events.Tensors("alerts/text_summary")
+    assert alert.tensor_proto.string_val[0].decode() == "**title**<br>a \\| b<br>c"
     (text,) = events.Tensors("val/generations/text_summary")
     assert text.tensor_proto.string_val[0].decode() == "| input | score |\n| --- | --- |\n| a\\|b<br>c | 1.0 |"

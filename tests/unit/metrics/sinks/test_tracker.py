@@ -21,6 +21,9 @@ class RecordingSink:
     def log_histogram(self, *arguments):
         self.calls.append(("log_histogram", *arguments))
 
+    def alert(self, *arguments):
+        self.calls.append(("alert", *arguments))
+
     def close(self):
         self.calls.append(("close",))
         if self.fails:
@@ -36,6 +39,19 @@ def test_everything_reaches_every_sink():
     tracker.close()
     expected = [("log", {"a": 1.0}, 1), ("log_table", "t", ["x"], [[1]], 2), ("log_histogram", "h", [0.0, 1.0], [3], 3)]
     assert [sink.calls for sink in sinks] == [[*expected, ("close",)]] * 2
+
+
+def test_a_metric_that_left_its_healthy_range_reaches_every_sink_as_one_alert():
+    sinks = [RecordingSink(), RecordingSink()]
+    tracker = Tracker(sinks)
+    sick = {"rollout_corr/nonfinite_token_fraction": 0.5, "rollout_corr/skipped_updates": 2.0}
+    tracker.log(sick, step=1)
+    tracker.log(sick, step=2)  # said already
+    for sink in sinks:
+        (alert,) = [call for call in sink.calls if call[0] == "alert"]
+        _, title, text, step = alert
+        assert (title, step) == ("rollout correction is not healthy", 1)
+        assert [line.split(" = ")[0] for line in text.splitlines()] == list(sick)
 
 
 def test_all_sinks_are_closed_when_one_fails():

@@ -69,12 +69,12 @@ def score(tokenizer):
     """``score(path, index, response)``: a response to row ``index`` of a written file, judged by the reward of its source."""
     from verl_rc.config.reward import RewardConfig
     from verl_rc.data.dataset import PromptDataset, PromptOptions, RowChoice
-    from verl_rc.rewards.dispatch import build_reward
+    from verl_rc.rewards import RewardSample, build_reward
 
     reward = build_reward(RewardConfig())
 
     def judge(path, index, response):
         dataset = PromptDataset([str(path)], tokenizer, PromptOptions(max_prompt_length=1024), RowChoice())
-        return reward(dataset[index], response).score
+        return reward(RewardSample.of(dataset[index], response)).score
 
     return judge

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Starts Ray on the first node of a cluster: bash scripts/cluster/start_head.sh [further options of `ray start`]
+#
+# Prints the line that the other nodes run. Settings: RAY_PORT (6379), RAY_DASHBOARD_PORT (8265), VERL_RC_VENV, RAY_AUTH_MODE
+# (disabled; whoever reaches these ports can run code, so keep them inside a private network). Stop it with `ray stop`.
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+# Jobs are submitted to the dashboard's port, which needs packages that a single machine does not.
+"$bin/python" -c 'import aiohttp_cors, opencensus, smart_open, virtualenv' 2>/dev/null \
+  || fail "submitting jobs needs Ray's dashboard: $bin/python -m pip install 'ray[default]==$("$bin/python" -c 'import ray; print(ray.__version__)')'"
+
+"$bin/ray" start --head --port="$ray_port" --dashboard-host=127.0.0.1 --dashboard-port="$dashboard_port" "$@"
+address="$("$bin/python" -c 'import ray; print(ray.util.get_node_ip_address())')"
+printf 'On every other node: bash scripts/cluster/start_worker.sh %s:%s\n' "$address" "$ray_port"
+printf 'Then here:           bash scripts/cluster/submit.sh recipes/<recipe>.sh [override ...]\n'

@@ -1,0 +1,56 @@
+"""Writes docs/presets.md from the presets of rollout correction: python scripts/generate_preset_docs.py [--check]"""
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
+
+_HEAD = """\
+# Presets of rollout correction
+
+`algorithm.rollout_correction.preset=NAME` stands for the fields below, all of `algorithm.rollout_correction`; fields that you
+give win over the preset's. In Python: `RolloutCorrectionConfig.from_preset("NAME", rollout_is_threshold=3.0)`. `verl-rc presets`
+prints the same list. `scripts/generate_preset_docs.py` writes this page from `verl_rc/config/rollout_correction_presets.py`.
+
+[Which preset](rollout_correction.md#which-preset) has the reasons. Most runs want `decoupled_token_is` (long responses),
+`decoupled_seq_is` (short ones), or `bypass_pg_is` (no forward pass for old log-probs).
+"""
+
+
+def render() -> str:
+    """The whole page: one table for each origin of names, in the order of the presets."""
+    names_by_origin: dict[str, list[str]] = defaultdict(list)
+    for name, preset in PRESETS.items():
+        names_by_origin[preset.origin].append(name)
+    parts = [_HEAD]
+    for origin, names in names_by_origin.items():
+        parts.append(f"\n## {origin}\n\n| preset | what it does | fields |\n|---|---|---|\n")
+        parts += [f"| `{name}` | {_cell(PRESETS[name].summary)} | {fields_in_words(name)} |\n" for name in names]
+    return "".join(parts)
+
+
+def fields_in_words(name: str) -> str:
+    """What a preset decides, as overrides: what differs from the defaults, and the threshold and loss that come into play."""
+    config = RolloutCorrectionConfig.from_preset(name)
+    is_unread = {"rollout_is_threshold": config.rollout_is is None, "loss_type": not config.bypass_mode}
+    decided = {*config.model_dump(exclude_defaults=True), *is_unread} - {field for field, unread in is_unread.items() if unread}
+    fields = [field for field in RolloutCorrectionConfig.model_fields if field in decided]
+    return f"`{' '.join(f'{field}={getattr(config, field)}' for field in fields)}`" if fields else "none"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def main() -> None:
+    """Write the page, or fail when it is not current."""
+    if "--check" in sys.argv[1:]:
+        raise SystemExit(0 if PAGE.read_text(encoding="utf-8") == render() else f"{PAGE.name} is not current; run this script")
+    PAGE.write_text(render(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Random rollouts, the update computed on them as driver and actor do it, and ways to change one thing; for tests of plans."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_rc.config.checks import check_run
+from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenBatch, TokenScores, TrainBatch, positions_mask
+from verl_rc.losses import Aggregation
+from verl_rc.ppo.bypass import correct_current, kept_counts, measure_current
+from verl_rc.ppo.control import Control
+from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
+from verl_rc.ppo.objective import policy_objective
+from verl_rc.ppo.train_batch import ScoreDetails, ScoredStep, build_train_batch
+
+ROWS, WIDTH, GROUP = 40, 7, 4
+EMPTY_ROW = 5
+
+Given = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the driver knows before a step's updates."""
+
+    rollouts: RolloutBatch
+    evaluations: PolicyEvaluations
+    scores: Tensor
+    details: ScoreDetails
+
+
+_BASE: dict[str, Any] = {
+    "data": {
+        "train_files": "unused.parquet",
+        "val_files": "unused.parquet",
+        "train_batch_size": 10,
+        "max_prompt_length": 6,
+        "max_response_length": 7,
+    },
+    "actor_rollout_ref": {
+        "model": {"path": "unused"},
+        "actor": {"ppo_mini_batch_size": 5, "ppo_micro_batch_size_per_gpu": 2},
+        "rollout": {"n": 4, "tensor_model_parallel_size": 1},
+    },
+    "algorithm": {"adv_estimator": "grpo"},
+    "trainer": {"device": "cpu", "n_gpus_per_node": 1},
+}
+
+
+def config_of(given: Given) -> RunConfig:
+    """A small run with ``given`` values by dotted keys. Raises ``ValueError`` for what the loader refuses."""
+    tree = copy.deepcopy(_BASE)
+    for key, value in given.items():
+        *path, leaf = key.split(".")
+        owner = tree
+        for part in path:
+            owner = owner.setdefault(part, {})
+        owner[leaf] = value
+    config = RunConfig.model_validate(tree)
+    check_run(config)
+    return config
+
+
+def make_inputs() -> Inputs:
+    """Rows of which some are short and one is empty; every log-ratio is large for some tokens and small for others."""
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(ROWS, WIDTH, generator=generator)
+
+    lengths = torch.randint(1, WIDTH, (ROWS,), generator=generator)
+    lengths[EMPTY_ROW], lengths[0] = 0, WIDTH
+    mask = positions_mask(lengths, WIDTH)
+    scale = torch.tensor([0.05, 0.2, 0.4, 0.8]).repeat(ROWS // 4)[:, None]
+    rollout = -2.5 * torch.rand(ROWS, WIDTH, generator=generator) - 0.05
+    proximal = rollout + scale * noise(1.0)
+    tokens = TokenBatch(
+        prompts=torch.ones(ROWS, 1, dtype=torch.int64),
+        prompt_lengths=torch.ones(ROWS, dtype=torch.int64),
+        responses=torch.ones(ROWS, WIDTH, dtype=torch.int64),
+        response_lengths=lengths,
+        batch_size=[ROWS],
+    )
+    rollouts = RolloutBatch(
+        tokens=tokens,
+        response_mask=mask,
+        rollout_log_probs=rollout,
+        policy_versions=torch.zeros(ROWS, WIDTH, dtype=torch.int64),
+        group_ids=torch.arange(ROWS) // GROUP,
+        finished=torch.ones(ROWS, dtype=torch.bool),
+        batch_size=[ROWS],
+    )
+    evaluations = PolicyEvaluations(
+        old_log_probs=proximal,
+        entropys=noise(0.1) + 1.0,
+        ref_log_prob=proximal + noise(0.3),
+        critic_values=noise(0.5),
+        sum_pi_squared=torch.rand(ROWS, WIDTH, generator=generator),
+        batch_size=[ROWS],
+    )
+    details = ScoreDetails(torch.randn(ROWS, generator=generator), torch.randn(ROWS, 2, generator=generator))
+    return Inputs(rollouts, evaluations, torch.randn(ROWS, generator=generator), details)
+
+
+INPUTS = make_inputs()
+
+
+def current_scores() -> TokenScores:
+    """What the model says in the middle of an update: log-probs away from the proximal ones, and entropys; leaves."""
+    noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
+    spread = torch.tensor([0.05, 0.3, 0.6, 1.6]).repeat(ROWS // 4)[:, None]
+    log_probs = (INPUTS.evaluations.old_log_probs + spread * noise).requires_grad_()
+    return TokenScores(log_probs, (noise.abs() + 0.5).requires_grad_())
+
+
+def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
+    """What the driver hands to the actor."""
+    evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
+    if algorithm.rollout_correction.bypass_mode:
+        evaluations.old_log_probs = inputs.rollouts.rollout_log_probs
+    return build_train_batch(inputs.rollouts, inputs.scores, evaluations, algorithm, Control.of(algorithm), inputs.details)
+
+
+def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: bool = False) -> Tensor:
+    """The actor's loss of the whole batch as one mini-batch; ``detach`` keeps gradients out of the correction by force."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    options = MiniBatchOptions(ROWS, epochs=1, shuffle=False, seed=0, denominator=correction.rejection_denominator)
+    (mini_batch,) = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
+    num_tokens, num_sequences = mini_batch.num_tokens, mini_batch.num_sequences
+    if correction.bypass_mode:
+        statistics = measure_current(batch, current.log_probs.detach(), correction, policy_version=0)
+        batch = correct_current(batch, current.log_probs.detach() if detach else current.log_probs, correction, statistics)
+        if correction.rejection_denominator == "kept":
+            counts = kept_counts(statistics)
+            num_tokens, num_sequences = counts.num_tokens, counts.num_sequences
+    totals = Aggregation(
+        actor.loss_agg_mode,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
+    )
+    return policy_objective(current, batch, actor, correction, totals).loss
+
+
+def outcome(config: RunConfig, inputs: Inputs = INPUTS) -> tuple[bytes, ...]:
+    """Loss and gradients that training on ``inputs`` comes to."""
+    current = current_scores()
+    loss = loss_of(config, scored_step(config, inputs).batch, current)
+    leaves = [current.log_probs, current.entropys]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found = [tensor.detach() for tensor in (loss, *gradients) if tensor is not None]
+    return tuple((tensor + 0.0).numpy().tobytes() for tensor in found)  # zeros without their sign
+
+
+def perturbed(values: Tensor, seed: int = 9) -> Tensor:
+    """Other values of the same kind, of similar size."""
+    generator = torch.Generator().manual_seed(seed)
+    if values.is_floating_point():
+        return values + 0.5 * torch.randn(values.shape, generator=generator)
+    return values + 1

@@ -1,0 +1,221 @@
+"""Reward functions that hang, die, raise or return nonsense, in real processes."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from verl_rc.cluster.reward_pool import RewardPool
+from verl_rc.config.reward import RewardConfig
+from verl_rc.rewards import RewardError, RewardOutput, RewardSample
+
+SOURCE = """
+import asyncio, os, signal, subprocess, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
+    behaviour, _, argument = solution_str.partition(" ")
+    return globals()[behaviour](argument, folder)
+
+def score(argument, folder):
+    return float(argument)
+
+def columns(argument, folder):
+    return {"score": float(argument), "acc": True, "words": ["a", None], "process": os.getpid()}
+
+def hang(argument, folder):
+    while True:
+        pass
+
+def hang_with_child(argument, folder):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    open(os.path.join(folder, "child"), "w").write(str(child.pid))
+    child.wait()
+
+def leave(argument, folder):
+    os._exit(int(argument))
+
+def sys_exit(argument, folder):
+    sys.exit(int(argument))
+
+def crash(argument, folder):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def complain(argument, folder):
+    raise KeyError(argument)
+
+def text(argument, folder):
+    return "good"
+
+def not_a_number(argument, folder):
+    return float("nan")
+
+def nothing(argument, folder):
+    return None
+
+def an_object(argument, folder):
+    return {"score": 1.0, "model": object()}
+
+def much_memory(argument, folder):
+    return float(len(bytearray(1 << 31)))
+
+async def slowly(data_source, solution_str, ground_truth, extra_info, folder):
+    await asyncio.sleep(0.01)
+    return float(solution_str)
+"""
+Configure = Callable[..., RewardConfig]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("rewards")
+
+
+@pytest.fixture(scope="module")
+def configure(folder: Path) -> Configure:
+    (folder / "mine.py").write_text(SOURCE)
+
+    def make(**fields: object) -> RewardConfig:
+        name = fields.pop("name", "compute_score")
+        custom = {"path": str(folder / "mine.py"), "name": name, "reward_kwargs": {"folder": str(folder)}}
+        return RewardConfig.model_validate({"custom_reward_function": custom, "num_workers": 2, "timeout_seconds": 20, **fields})
+
+    return make
+
+
+@pytest.fixture
+def open_pool(configure: Configure) -> Iterator[Callable[..., RewardPool]]:
+    pools = []
+
+    def make(**fields: object) -> RewardPool:
+        pools.append(RewardPool(configure(**fields), start_timeout_seconds=60))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool(configure: Configure) -> Iterator[RewardPool]:
+    pool = RewardPool(configure(timeout_seconds=5), start_timeout_seconds=60)
+    yield pool
+    pool.close()
+
+
+def samples_of(*texts: str) -> list[RewardSample]:
+    return [RewardSample(100 + index, "mine", "truth", {}, text) for index, text in enumerate(texts)]
+
+
+def results_of(pool: RewardPool, *texts: str) -> list[RewardOutput | RewardError]:
+    results = dict(pool.results(samples_of(*texts)))
+    return [results[place] for place in range(len(texts))]
+
+
+def scores_of(pool: RewardPool, *texts: str) -> list[float]:
+    results = results_of(pool, *texts)
+    return [result.score for result in results if isinstance(result, RewardOutput)]
+
+
+def test_results_belong_to_their_samples_and_columns_arrive(pool: RewardPool) -> None:
+    texts = [f"score {number / 7}" for number in range(40)]
+    assert scores_of(pool, *texts) == [number / 7 for number in range(40)]
+    results = results_of(pool, *["columns 2"] * 20)
+    assert {result.score for result in results if isinstance(result, RewardOutput)} == {2.0}
+    extras = [dict(result.extras) for result in results if isinstance(result, RewardOutput)]
+    assert all(extra["words"] == ["a", None] and extra["acc"] == 1.0 for extra in extras)
+    assert os.getpid() not in {extra["process"] for extra in extras}
+    assert results_of(pool) == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("leave 3", "the reward function did not return, its process ended with exit code 3, for row 101 "),
+        ("sys_exit 4", "its process ended with exit code 4, for row 101 "),
+        ("crash", "its process was ended by SIGSEGV, for row 101 "),
+        ("complain lost", r"raised KeyError: 'lost' \(.*mine.py:\d+, in complain\) for row 101 \(data_source 'mine'"),
+        ("text", r"must be a finite number, got 'good' \(str\) for row 101 "),
+        ("not_a_number", r"must be a finite number, got nan \(float\) for row 101 "),
+        ("nothing", r"must be a finite number, got None \(NoneType\) for row 101 "),
+        ("an_object", "numbers, texts, None, or lists and dicts of those, got object under 'model' for row 101 "),
+    ],
+)
+def test_a_failure_is_named_and_the_others_are_scored(pool: RewardPool, behaviour: str, reason: str) -> None:
+    first, failed, third = results_of(pool, "score 0.25", behaviour, "score 0.75")
+    assert isinstance(first, RewardOutput)
+    assert isinstance(third, RewardOutput)
+    assert (first.score, third.score) == (0.25, 0.75)
+    assert isinstance(failed, RewardError)
+    with pytest.raises(RewardError, match=reason):
+        raise failed
+    assert scores_of(pool, "score 1", "score 2", "score 3") == [1, 2, 3]
+
+
+def test_calls_that_hang_are_killed_with_all_they_started(open_pool: Callable[..., RewardPool], folder: Path) -> None:
+    pool = open_pool(timeout_seconds=1)
+    started = time.monotonic()
+    results = results_of(pool, "score 1", "hang", "hang_with_child", "score 4")
+    assert time.monotonic() - started < 15
+    assert [isinstance(result, RewardError) for result in results] == [False, True, True, False]
+    assert "it took longer than 1 s, for row 101 " in str(results[1])
+    child = int((folder / "child").read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the reward function's child is still running")
+    assert scores_of(pool, "score 1", "score 2") == [1, 2]
+
+
+def test_async_functions_are_awaited(open_pool: Callable[..., RewardPool]) -> None:
+    assert scores_of(open_pool(name="slowly"), "1", "2", "3") == [1, 2, 3]
+
+
+def test_a_memory_limit_holds_in_the_processes(open_pool: Callable[..., RewardPool]) -> None:
+    pool = open_pool(num_workers=1, memory_limit_megabytes=1024)
+    failed, scored = results_of(pool, "much_memory", "score 1")
+    assert "raised MemoryError" in str(failed)
+    assert isinstance(scored, RewardOutput)
+
+
+def test_who_stops_early_gives_the_rest_up(pool: RewardPool) -> None:
+    with closing(pool.results(samples_of("hang", "score 1", "score 2"))) as results:
+        assert next(results)[0] == 1
+    assert scores_of(pool, "score 8", "score 9") == [8, 9]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import a_module_that_is_not_there", "broken.py' raised ModuleNotFoundError"),
+        ("import os; os._exit(7)", "must load .*broken.py, but it failed: its process ended with exit code 7"),
+        ("import time; time.sleep(60)", "but it failed: it took longer than 2 s"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_once(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    custom = {"path": str(tmp_path / "broken.py")}
+    config = RewardConfig.model_validate({"custom_reward_function": custom, "num_workers": 1})
+    with pytest.raises(ValueError, match=message):
+        RewardPool(config, start_timeout_seconds=2)
+
+
+def test_built_in_mathematics_runs_there_too() -> None:
+    pool = RewardPool(RewardConfig(num_workers=1), start_timeout_seconds=60)
+    sample = RewardSample(0, "lighteval/MATH", r"\frac{1}{2}", {}, r"so \boxed{0.5}")
+    [(_, result)] = pool.results([sample])
+    pool.close()
+    assert isinstance(result, RewardOutput)
+    assert (result.score, result.extras["pred"]) == (1.0, "0.5")
+
+
+def test_the_processes_end_with_the_pool(open_pool: Callable[..., RewardPool]) -> None:
+    pool = open_pool(num_workers=1)
+    [result] = results_of(pool, "columns 1")
+    assert isinstance(result, RewardOutput)
+    pool.close()
+    assert not Path(f"/proc/{result.extras['process']}").exists()

@@ -1,0 +1,138 @@
+"""The words name what the plan found, and the plan is written where a run keeps its files."""
+
+from pathlib import Path
+
+import pytest
+from planned_runs import Given, config_of
+
+from verl_rc.cli import main
+from verl_rc.report.explain import plan_text, write_plan
+
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+BYPASS: Given = {f"{CORRECTION}.bypass_mode": True}
+TOKEN_WEIGHTS: Given = {f"{CORRECTION}.rollout_is": "token"}
+REJECTION: Given = {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_3.0"}
+
+SAID: list[tuple[Given, list[str], list[str]]] = [
+    (
+        TOKEN_WEIGHTS,
+        [
+            "recomputed by old_log_prob",
+            "w the token's own ratio π_old / π_roll, at most 2",
+            "old_log_prob actor forward, 40 rows",
+        ],
+        ["bypass", "Critic", "π_ref"],
+    ),
+    (
+        {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", **TOKEN_WEIGHTS},
+        ["π / π_roll, with π detached", "no ratio, no clip", "current over rollout policy", "updates per step without a clip"],
+        ["old_log_prob actor", "ε_low"],
+    ),
+    (
+        {**BYPASS, **TOKEN_WEIGHTS},
+        [
+            "r π(y) / π_roll(y)",
+            "weights reported only",
+            "only reported: in bypass mode the clipped ratio is itself current/rollout",
+        ],
+        ["w the token's own ratio"],
+    ),
+    (
+        {**REJECTION, f"{CORRECTION}.rejection_denominator": "kept"},
+        ["N = kept tokens of the mini-batch, over all ranks", "rejection token_k1 within 0.5_3.0", "loss_mask"],
+        ["kept or not"],
+    ),
+    (REJECTION, ["N = response tokens (kept or not) of the mini-batch, over all ranks"], ["N = kept tokens"]),
+    (
+        {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 5},
+        ["Critic", "c = 0.5", "baseline the critic's values", "the first 4 do not update the actor", "from step 5"],
+        ["samples of one prompt"],
+    ),
+    (
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.entropy_coeff": 0.01},
+        ["low_var_kl(π, π_ref)", "reference policy: unused, frozen (ref_log_prob); constant", "H(π) entropy"],
+        [],
+    ),
+    (
+        {"algorithm.lam": 0.9, "critic.optim.lr": 1e-4},
+        ["Set, and without effect here algorithm.lam: the estimator grpo does not read it critic.*: no critic"],
+        [],
+    ),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+        ["s exp(mean over the row of log π(y) / π_old(y))", "the mean over a row runs over response_mask"],
+        [],
+    ),
+    ({f"{ACTOR}.policy_loss.loss_mode": "mine:loss"}, ["the function mine:loss", "the function decides"], []),
+    (
+        {"algorithm.use_kl_in_reward": True},
+        ["minus 0.001 (fixed) x kl(proximal, π_ref) of each token", "ref reference forward, 40 rows"],
+        [],
+    ),
+    ({}, ["the gap is measured (rollout_corr/*), and nothing is corrected", "10 prompts x 4 samples = 40 rows a step"], []),
+]
+
+
+@pytest.mark.parametrize(("given", "said", "unsaid"), SAID, ids=[str(sorted(given)) for given, _, _ in SAID])
+def test_what_is_said(given: Given, said: list[str], unsaid: list[str]) -> None:
+    text = plan_text(config_of(given))
+    words = " ".join(text.split())
+    assert [phrase for phrase in said if phrase not in words] == []
+    assert [phrase for phrase in unsaid if phrase in words] == []
+    assert max(map(len, text.splitlines())) <= 130
+
+
+def test_the_plan_is_kept(tmp_path: Path) -> None:
+    config = config_of({})
+    path = write_plan(config, tmp_path)
+    assert path == tmp_path / "plan.txt"
+    assert path.read_text(encoding="utf-8") == plan_text(config)
+
+
+def overrides() -> list[str]:
+    return [
+        "data.train_files=nowhere.parquet",
+        "data.val_files=nowhere.parquet",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.model.path=./nowhere",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "+algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=1",
+    ]
+
+
+def test_the_command_needs_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *overrides()]) == 0
+    assert "8 prompts x 4 samples = 32 rows a step" in capsys.readouterr().out
+
+
+def test_the_command_takes_yaml_as_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("actor_rollout_ref:\n  rollout:\n    n: 6\n")
+    given = [text for text in overrides() if "rollout.n=" not in text]
+    assert main(["explain", "--config-dir", str(tmp_path), *given, "--config-name=mine"]) == 0
+    assert "8 prompts x 6 samples = 48 rows a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["algorithm.adv_estimatr=grpo"], "the nearest is algorithm.adv_estimator"),
+        (["algorithm.rollout_correction.loss_type=reinforce"], "reinforce is a loss of bypass mode"),
+        (["data.train_batch_size=7"], "must be a multiple of"),
+    ],
+)
+def test_contradictions_are_errors(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *overrides(), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["a=1", "-h"], 0)])
+@pytest.mark.parametrize("subcommand", ["explain", "doctor"])
+def test_usage(subcommand: str, arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([subcommand, *arguments]) == status
+    assert f"usage: verl-rc {subcommand} KEY=VALUE" in capsys.readouterr().out

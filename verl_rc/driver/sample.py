@@ -1,0 +1,191 @@
+"""Sampling what a step trains on: once, or until enough prompts tell something."""
+
+import math
+from dataclasses import dataclass, replace
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from verl_rc.cluster.remote import wait_for_all
+from verl_rc.data.batches import RolloutBatch
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.joining import join_rollouts, take_groups
+from verl_rc.driver import stages
+from verl_rc.driver.run import Run
+from verl_rc.driver.stages import ScoredTexts
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.group_filter import informative_groups
+from verl_rc.rewards.overlong import overlong_penalty
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+_SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
+"""Values of ``filter_groups.metric`` that mean the score."""
+
+
+@dataclass(frozen=True)
+class SampledBatch:
+    """Samples and their scores; every prompt has all its samples."""
+
+    prompts: list[PromptRow]
+    """``rollouts.group_ids`` count them."""
+    rollouts: RolloutBatch
+    scored: ScoredTexts
+    greedy_scores: Tensor | None = None
+    """float32 ``[B]``: score of the greedy response to each row's prompt; None unless the estimator is ``remax``."""
+    component_scores: Tensor | None = None
+    """float32 ``[B, K]``: parts of the reward; None unless the estimator is ``gdpo``."""
+
+    def taken(self, groups: list[int]) -> "SampledBatch":
+        """The samples of some prompts, which are renumbered."""
+        rollouts, rows = take_groups(self.rollouts, groups)
+        return SampledBatch([self.prompts[group] for group in groups], rollouts, self.scored.taken(rows))
+
+
+def sample_batch(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> SampledBatch:
+    """Responses to ``prompts`` and their scores, and the engines asleep; with ``algorithm.filter_groups`` to those prompts that
+    tell something, and to further ones until ``data.train_batch_size`` of them are there."""
+    sampler = _Sampler(run, step, record)
+    filtered = run.config.algorithm.filter_groups.enable
+    batch = _informative_batch(sampler, prompts, epoch) if filtered else sampler.sample(prompts, epoch)
+    if run.config.algorithm.adv_estimator == "remax":
+        batch = replace(batch, greedy_scores=sampler.greedy_scores(batch))
+    if run.config.algorithm.gdpo_reward_keys is not None:
+        batch = replace(batch, component_scores=_component_scores(batch.scored, run.config.algorithm.gdpo_reward_keys, record))
+    sampler.finish(batch)
+    return batch
+
+
+class _Sampler:
+    """Generates and scores for one step, and counts what that takes."""
+
+    def __init__(self, run: Run, step: int, record: StepRecord) -> None:
+        self.run, self.step, self.record = run, step, record
+        self._response_tokens = 0
+        self._busy_seconds = 0.0
+
+    def sample(self, prompts: list[PromptRow], epoch: int) -> SampledBatch:
+        """``rollout.n`` responses per prompt, with their scores."""
+        rollouts = stages.generate(self.run, prompts, self.step, epoch, self.record)
+        self._response_tokens += int(rollouts.response_mask.sum())
+        self._busy_seconds += self.run.sampler.busy_seconds
+        return SampledBatch(prompts, rollouts, self._scored(prompts, rollouts))
+
+    def greedy_scores(self, batch: SampledBatch) -> Tensor:
+        """One greedy response per prompt; its score for each row of the prompt, float32 ``[B]``."""
+        run, record = self.run, self.record
+        sampling = SamplingOptions.for_training(run.config.actor_rollout_ref.rollout, run.stop_token_ids)
+        requests = [GenerationRequest(row.prompt_token_ids, seed=0) for row in batch.prompts]
+        with record.stage("gen_max"):
+            completions = run.sampler.generate(requests, replace(sampling, temperature=0.0))
+        record.add_busy("gen_max", run.sampler.busy_seconds)
+        greedy = stages.as_rollouts(run, requests, completions, list(range(len(requests))))
+        scores = self._scored(batch.prompts, greedy).scores
+        record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
+        return scores[batch.rollouts.group_ids]
+
+    def finish(self, batch: SampledBatch) -> None:
+        """Put the engines to sleep and report."""
+        with self.record.stage("gen"):
+            wait_for_all(self.run.engines.sleep())
+        self.record.add({"perf/rollout_tokens_per_second": self._response_tokens / self._busy_seconds})
+        lengths = batch.rollouts.tokens.sequence_lengths
+        self.record.count_tokens(self._response_tokens, int(lengths.sum()), self.run.config.num_devices)
+        if self.run.config.reward.reward_kwargs.overlong_buffer_cfg.enable:
+            penalties = self._overlong_penalties(batch.rollouts).double()
+            spread = {"mean": penalties.mean(), "min": penalties.min(), "max": penalties.max()}
+            self.record.add({f"critic/overlong_reward/{name}": float(value) for name, value in spread.items()})
+            self.record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
+
+    def _scored(self, prompts: list[PromptRow], rollouts: RolloutBatch) -> ScoredTexts:
+        """The reward function's scores, less the overlong penalty."""
+        scored = stages.score(self.run, prompts, rollouts, self.record)
+        buffer = self.run.config.reward.reward_kwargs.overlong_buffer_cfg
+        if not buffer.enable:
+            return scored
+        penalties = self._overlong_penalties(rollouts)
+        extras = dict(scored.extras)
+        if buffer.log:
+            extras |= {"overlong_reward": penalties.tolist(), "overlong": (penalties < 0).tolist()}
+        return replace(scored, scores=scored.scores + penalties, extras=extras)
+
+    def _overlong_penalties(self, rollouts: RolloutBatch) -> Tensor:
+        kwargs = self.run.config.reward.reward_kwargs
+        buffer = kwargs.overlong_buffer_cfg
+        assert buffer.len is not None
+        assert kwargs.max_resp_len is not None
+        return overlong_penalty(rollouts.tokens.response_lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
+
+
+def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) -> SampledBatch:
+    """Dynamic sampling: draw, sample and filter until there are enough prompts.
+
+    Prompts that were drawn are used up: those filtered out, and those beyond the batch size, which are counted and come again in
+    the next epoch. Raises ``ValueError`` when ``max_num_gen_batches`` do not give enough.
+    """
+    run, wanted = sampler.run, sampler.run.config.data.train_batch_size
+    groups = run.config.algorithm.filter_groups
+    drawn = [sampler.sample(prompts, epoch)]
+    kept = [_informative_part(drawn[0], groups.metric)]
+    while (found := sum(len(part.prompts) for part in kept)) < wanted:
+        if len(drawn) == groups.max_num_gen_batches:
+            raise ValueError(
+                f"step {sampler.step} needs data.train_batch_size={wanted} prompts whose samples differ in {groups.metric}, but "
+                f"algorithm.filter_groups.max_num_gen_batches={len(drawn)} batches of {run.config.data.prompts_per_draw} prompts "
+                f"gave {found}. The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
+            )
+        epoch, further = run.prompts.draw()
+        drawn.append(sampler.sample(further, epoch))
+        kept.append(_informative_part(drawn[-1], groups.metric))
+    samples = run.config.actor_rollout_ref.rollout.n
+    num_drawn = sum(len(part.prompts) for part in drawn)
+    scores = torch.cat([part.scored.scores for part in drawn]).double()
+    sampler.record.add(
+        {
+            "training/filter_groups/gen_batches": len(drawn),
+            "training/filter_groups/evicted_samples": (num_drawn - found) * samples,
+            "training/filter_groups/discarded_surplus_samples": (found - wanted) * samples,
+            "training/filter_groups/informative_ratio": found / num_drawn,
+            "training/filter_groups/sampled_score_mean": float(scores.mean()),
+        }
+    )
+    return _joined(kept, run.tokenizer.pad_token_id).taken(list(range(wanted)))
+
+
+def _informative_part(part: SampledBatch, metric: str) -> SampledBatch:
+    values = _numbers(part.scored, metric, "algorithm.filter_groups.metric")
+    return part.taken(informative_groups(values, part.rollouts.group_ids.tolist()))
+
+
+def _joined(parts: list[SampledBatch], pad_token_id: int) -> SampledBatch:
+    parts = [part for part in parts if part.prompts]
+    prompts: list[PromptRow] = []
+    for part in parts:
+        part.rollouts.group_ids += len(prompts)
+        prompts += part.prompts
+    rollouts = join_rollouts([part.rollouts for part in parts], pad_token_id)
+    return SampledBatch(prompts, rollouts, ScoredTexts.concatenated([part.scored for part in parts]))
+
+
+def _component_scores(scored: ScoredTexts, keys: list[str], record: StepRecord) -> Tensor:
+    """The columns that ``gdpo`` normalises one by one, float32 ``[B, K]``."""
+    columns = torch.tensor([_numbers(scored, key, "algorithm.gdpo_reward_keys") for key in keys], dtype=torch.float32)
+    for key, column in zip(keys, columns.double(), strict=True):
+        record.add({f"gdpo/{key}/mean": float(column.mean()), f"gdpo/{key}/std": float(column.std(correction=0))})
+        record.add({f"gdpo/{key}/max": float(column.max()), f"gdpo/{key}/min": float(column.min())})
+    return columns.T.contiguous()
+
+
+def _numbers(scored: ScoredTexts, name: str, key: str) -> list[float]:
+    """One finite number per sample. Raises ``ValueError`` naming the configuration ``key`` when the column has none."""
+    if name in _SCORE_NAMES:
+        scores: list[float] = scored.scores.tolist()
+        return scores
+    values = scored.extras.get(name, [])
+    numbers = [float(value) for value in values if isinstance(value, Real) and math.isfinite(value)]
+    if len(numbers) != len(scored.texts):
+        raise ValueError(
+            f"{key} must name the score or a column of finite numbers that the reward function returns for every sample, got "
+            f"{name!r}; it returned the columns {sorted(scored.extras)}."
+        )
+    return numbers

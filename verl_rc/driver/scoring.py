@@ -1,0 +1,157 @@
+"""Who scores a response (a function of the user's own, the reward model, or the built-in scorer of its source) and what
+happens when that fails."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Real
+
+from verl_rc.cluster.remote import wait_for_all
+from verl_rc.cluster.reward_model import RewardModel
+from verl_rc.cluster.reward_pool import RewardPool
+from verl_rc.config.reward import RewardConfig
+from verl_rc.data.dataset import PromptRow
+from verl_rc.driver.announce import announced, say
+from verl_rc.metrics import Metric, Reduction
+from verl_rc.rewards import RewardError, RewardOutput, RewardSample, build_reward, check_data_sources, undecided
+
+FAILURE_COLUMN = "reward_failure"
+"""The extra that says why a sample has no score of its own; it is missing in samples that have one."""
+
+
+class ResponseScorer:
+    """Scores responses; a failure stops the run or gets a score that somebody chose, and is counted."""
+
+    def __init__(self, config: RewardConfig, pool: RewardPool | None, model: RewardModel | None) -> None:
+        """``pool``: for whatever may hang (``needs_pool``); ``model``: with ``reward.reward_model.enable``."""
+        self._config = config
+        self._pool = pool
+        self._model = model
+        self._inline = None if _has_function(config) else build_reward(config)
+
+    def score(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> list[RewardOutput]:
+        """The output for each response, in order; ``rows`` are their prompts.
+
+        Raises ``RewardError`` at the first failure with ``reward.on_failure=stop``, naming the sample.
+        """
+        outputs: dict[int, RewardOutput] = {}
+        failures = []
+        samples, judged = self._samples(rows, texts)
+        for place, result in self._results(samples, judged):
+            if isinstance(result, RewardError):
+                failures.append(result)
+            outputs[place] = self._instead(samples[place], result) if isinstance(result, RewardError) else result
+        if failures:
+            say("reward: %d of %d responses failed; one of them: %s", len(failures), len(samples), failures[0])
+        return _with_accuracies([outputs[place] for place in range(len(samples))])
+
+    def _samples(
+        self, rows: Sequence[PromptRow], texts: Sequence[str]
+    ) -> tuple[list[RewardSample], dict[int, RewardError]]:
+        """One sample per response, with the reward model's score if there is a model; and those it has none for."""
+        if self._model is None:
+            return [RewardSample.of(row, text) for row, text in zip(rows, texts, strict=True)], {}
+        conversations = [
+            [*row.messages, {"role": "assistant", "content": text}] for row, text in zip(rows, texts, strict=True)
+        ]
+        samples, unjudged = [], {}
+        for place, (row, text, answer) in enumerate(zip(rows, texts, self._model.score(conversations), strict=True)):
+            samples.append(RewardSample.of(row, text, None if isinstance(answer, str) else answer))
+            if isinstance(answer, str):
+                unjudged[place] = RewardError(f"{answer}; this happened for {samples[place]}.")
+        return samples, unjudged
+
+    def _results(
+        self, samples: Sequence[RewardSample], unjudged: Mapping[int, RewardError]
+    ) -> Iterator[tuple[int, RewardOutput | RewardError]]:
+        """The result of every sample with its place, in any order."""
+        yield from unjudged.items()
+        places = [place for place in range(len(samples)) if place not in unjudged]
+        pooled = [place for place in places if may_hang(self._config, samples[place].data_source)]
+        for place in sorted(set(places) - set(pooled)):
+            yield place, self._score_inline(samples[place])
+        if pooled:
+            assert self._pool is not None
+            for index, result in self._pool.results([samples[place] for place in pooled]):
+                yield pooled[index], result
+
+    def _score_inline(self, sample: RewardSample) -> RewardOutput | RewardError:
+        if sample.reward_model_score is not None:
+            return RewardOutput(sample.reward_model_score)
+        assert self._inline is not None
+        try:
+            return self._inline(sample)
+        except RewardError as error:
+            return error
+
+    def _instead(self, sample: RewardSample, error: RewardError) -> RewardOutput:
+        """What a failed sample gets. Raises ``RewardError`` when the run is to stop."""
+        built_in = None if _has_function(self._config) or self._model is not None else undecided(sample.data_source)
+        if built_in is not None:
+            return RewardOutput(built_in.score, {"acc": built_in.acc, FAILURE_COLUMN: str(error)})
+        if self._config.failure_score is not None:
+            return RewardOutput(self._config.failure_score, {FAILURE_COLUMN: str(error)})
+        raise RewardError(
+            f"{error} The run stops because of reward.on_failure=stop: correct the cause, or pass reward.on_failure=score "
+            "reward.failure_score=<number> to give such samples that score and count them in reward/failed_fraction."
+        ) from error
+
+
+def _with_accuracies(outputs: Sequence[RewardOutput]) -> list[RewardOutput]:
+    """Where samples have an accuracy, that of a failed one is 0: nobody has shown it to be right."""
+    if not any("acc" in output.extras for output in outputs):
+        return list(outputs)
+    return [
+        RewardOutput(output.score, {"acc": 0.0, **output.extras}) if FAILURE_COLUMN in output.extras else output
+        for output in outputs
+    ]
+
+
+@contextmanager
+def open_scorer(config: RewardConfig, sources: Mapping[str, str], ready_timeout_seconds: float) -> Iterator[ResponseScorer]:
+    """A scorer for prompts of ``sources`` (each with where it first stands), with the processes it needs.
+
+    Raises ``ValueError`` when a source has no scorer, or when the reward function or the reward model cannot be loaded.
+    """
+    has_built_in = not _has_function(config) and not config.reward_model.enable
+    if has_built_in:
+        check_data_sources(sources)
+    model = RewardModel(config.reward_model) if config.reward_model.enable else None
+    building = [] if model is None else model.build()
+    pool = RewardPool(config, ready_timeout_seconds) if any(may_hang(config, source) for source in sources) else None
+    try:
+        if building:
+            with announced("the reward model"):
+                wait_for_all(building, ready_timeout_seconds)
+        yield ResponseScorer(config, pool, model)
+    finally:
+        if pool is not None:
+            pool.close()
+
+
+def may_hang(config: RewardConfig, data_source: str) -> bool:
+    """Whether samples of a source are scored by something that need not come to an end, and so in reward processes."""
+    if _has_function(config):
+        return True
+    return not config.reward_model.enable and undecided(data_source) is not None
+
+
+def _has_function(config: RewardConfig) -> bool:
+    """A function of the user's own decides, with the reward model's score in hand if there is one."""
+    return config.custom_reward_function.path is not None
+
+
+def reward_metrics(outputs: Sequence[RewardOutput]) -> list[Metric]:
+    """``reward/failed_fraction``, and the spread of every numeric column over the rows that have it."""
+    failed = sum(FAILURE_COLUMN in output.extras for output in outputs)
+    metrics = [Metric("reward/failed_fraction", failed / len(outputs), weight=len(outputs))]
+    for column in sorted({name for output in outputs for name in output.extras}):
+        given = [output.extras[column] for output in outputs if column in output.extras]
+        values = [float(value) for value in given if isinstance(value, Real) and math.isfinite(value)]
+        if values:
+            metrics += [
+                Metric(f"reward/{column}/mean", math.fsum(values) / len(values), weight=len(values)),
+                Metric(f"reward/{column}/max", max(values), Reduction.MAX),
+                Metric(f"reward/{column}/min", min(values), Reduction.MIN),
+            ]
+    return metrics

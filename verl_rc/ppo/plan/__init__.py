@@ -1,0 +1,55 @@
+"""What a configuration will do: facts about the objective, the batch and the step, before anything runs. Pure."""
+
+from dataclasses import dataclass
+
+from verl_rc.config.run import RunConfig
+from verl_rc.ppo.plan.advantages import AdvantagePlan, plan_advantages
+from verl_rc.ppo.plan.objective import LOSS_FACTS, LossFacts, Operand, PolicyPlan, ValuePlan, plan_policy, plan_value
+from verl_rc.ppo.plan.options import InertOption, inert_options, warnings_of
+from verl_rc.ppo.plan.schedule import BatchArithmetic, Phase, UpdateArithmetic, plan_arithmetic, plan_phases
+
+__all__ = [
+    "LOSS_FACTS",
+    "AdvantagePlan",
+    "BatchArithmetic",
+    "InertOption",
+    "LossFacts",
+    "Operand",
+    "Phase",
+    "Plan",
+    "PolicyPlan",
+    "UpdateArithmetic",
+    "ValuePlan",
+    "plan_of",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do."""
+
+    policy: PolicyPlan
+    value: ValuePlan | None
+    """None: no critic."""
+    advantages: AdvantagePlan
+    sizes: BatchArithmetic
+    phases: tuple[Phase, ...]
+    inert: tuple[InertOption, ...]
+    """Options that change nothing that is trained on."""
+    warnings: tuple[str, ...]
+    """What is allowed and hardly meant."""
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The plan of a valid configuration; reads no file, starts nothing."""
+    policy, sizes = plan_policy(config), plan_arithmetic(config)
+    advantages = plan_advantages(config, policy)
+    return Plan(
+        policy=policy,
+        value=plan_value(config),
+        advantages=advantages,
+        sizes=sizes,
+        phases=plan_phases(config, policy, sizes),
+        inert=inert_options(config, policy, advantages),
+        warnings=warnings_of(config, policy, sizes),
+    )

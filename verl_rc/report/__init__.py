@@ -1,0 +1,1 @@
+"""What people read: a configuration in words, and whether a run can start."""

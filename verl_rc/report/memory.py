@@ -1,0 +1,302 @@
+"""How much memory and disk a run will need, from a model's shape and the configuration: an estimate, with what to turn."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from verl_rc.config.actor import FsdpConfig
+from verl_rc.config.run import RunConfig
+from verl_rc.ppo.plan import UpdateArithmetic, plan_of
+
+MIB = 1 << 20
+
+# Proportional set sizes (PSS) at the peak of recipes/quickstart_digits_cpu.sh, MiB, without what the model and its batches
+# add: Linux, torch 2.13, vLLM 0.32 (CPU builds), Ray 2.60, transformers 5.19, 2026-11-21. Their sum with the quickstart's model
+# is 2.1 GiB, where docs/experiment_log.md has 2.2 GiB for 13 processes. CUDA builds map more; nothing was measured there.
+DRIVER_MIB = 430
+"""The driver: torch, transformers, ray, the tracker."""
+RAY_MIB = 500
+"""Ray's own seven processes on a node (370), and workers that wait (47 each)."""
+TRAINER_MIB = 350
+"""One trainer rank: torch, transformers, ray."""
+ENGINE_MIB = 620
+"""One engine: vllm, torch, ray."""
+
+_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+_LOGIT_COPIES = 4
+"""Tensors of the size of the logits, in float32, alive at once in an update: logits, softmax, its gradient, entropy."""
+_ACTIVATION_BYTES = 34
+"""Bytes per token, layer and unit of width that a backward pass keeps in 16-bit precision (arXiv:2205.05198, section 4, without
+the attention scores, which fused kernels do not keep)."""
+_DEFAULT_CPU_CACHE_MIB = 256
+_MICRO_BATCH = "ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu)"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory depends on in a model."""
+
+    parameters: int
+    """Weights; tied ones count once."""
+    embedding_parameters: int
+    """Those of input and output embeddings, which quantisation leaves alone."""
+    linear_width_sum: int
+    """Σ (inputs + outputs) over the linear layers inside blocks: LoRA adapters of rank r have r times as many weights."""
+    layers: int
+    width: int
+    vocabulary: int
+    positions: int
+    """Longest sequence, tokens."""
+    cache_width: int
+    """Numbers that a token leaves in the key-value cache of a layer."""
+
+    @classmethod
+    def of(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
+        """Read from a model folder's or hub id's ``config.json`` alone; no weights are loaded.
+
+        Raises ``ValueError`` or ``OSError`` when there is none that transformers knows.
+        """
+        folder = Path(path).expanduser()
+        source = str(folder) if folder.is_dir() else path
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            try:
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            except ValueError:  # no language model, as many reward models are
+                model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        head = model.get_output_embeddings()
+        tables = [part for part in (model.get_input_embeddings(), head) if part is not None]
+        embeddings = {id(part.weight): part.weight.numel() for part in tables}
+        linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
+        heads = text.num_attention_heads
+        head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return cls(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            embedding_parameters=sum(embeddings.values()),
+            linear_width_sum=sum(part.in_features + part.out_features for part in linear),
+            layers=text.num_hidden_layers,
+            width=text.hidden_size,
+            vocabulary=text.vocab_size,
+            positions=getattr(text, "max_position_embeddings", None) or sys.maxsize,
+            cache_width=2 * (getattr(text, "num_key_value_heads", None) or heads) * head_width,
+        )
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """One process of a role, in bytes."""
+
+    role: str
+    processes: int
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    cache: int = 0
+    """Key-value cache."""
+    baseline: int = 0
+    """Libraries, before any model."""
+    knob: str = ""
+    """What makes it smaller."""
+
+    @property
+    def model(self) -> int:
+        """Without the libraries."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.cache
+
+    @property
+    def per_process(self) -> int:
+        """Of one process at its peak."""
+        return self.model + self.baseline
+
+    @property
+    def total(self) -> int:
+        """Of all processes of the role."""
+        return self.per_process * self.processes
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What the activations of a role's update depend on."""
+
+    shape: ModelShape
+    compute_bytes: int
+    """Of one number in forward and backward."""
+    tokens: int
+    """Of a micro-batch on one rank."""
+    predicted_tokens: int
+    """Those among them that have logits."""
+    checkpointing: bool
+
+    def activations(self) -> int:
+        """What is alive at the start of a backward pass, and the logits."""
+        of_layer = self.tokens * self.shape.width * _ACTIVATION_BYTES * self.compute_bytes // 2
+        kept = self.tokens * self.shape.width * self.compute_bytes * self.shape.layers + of_layer
+        of_layers = kept if self.checkpointing else of_layer * self.shape.layers
+        return of_layers + self.predicted_tokens * self.shape.vocabulary * 4 * _LOGIT_COPIES
+
+
+def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None) -> list[RoleMemory]:
+    """Every role at its own peak; ``shapes`` by model path. ``gpu_bytes``: memory of one GPU; None on a CPU.
+
+    On a CPU allocators keep what a role once had, so that the sum of the peaks is what a machine must have.
+    """
+    model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
+    roles = [_actor(config, shapes[model.path], sizes.actor)]
+    if sizes.critic is not None:
+        shape, fsdp = shapes[str(critic.model.path)], critic.fsdp_config
+        tokens = _micro_batch_tokens(sizes.critic, sizes.longest_row)
+        update = _Update(shape, _BYTES[fsdp.dtype], tokens, 0, bool(critic.model.enable_gradient_checkpointing))
+        learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
+        roles.append(replace(learner, activations=update.activations(), knob=f"critic.{_MICRO_BATCH}"))
+    if config.needs_reference and not model.lora_rank:
+        fsdp = config.actor_rollout_ref.ref.fsdp_config
+        shape = shapes[str(config.actor_rollout_ref.ref.model_path)]
+        learner = _learner("reference", shape, fsdp, config.num_ranks, trained=0)
+        roles.append(replace(learner, knob="actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16 (the default is fp32)"))
+    if config.reward.reward_model.enable:
+        roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)]))
+    return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
+
+
+def _actor(config: RunConfig, shape: ModelShape, update: UpdateArithmetic) -> RoleMemory:
+    model, fsdp, rollout = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.actor.fsdp_config,
+        config.actor_rollout_ref.rollout,
+    )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = _micro_batch_tokens(update, longest)
+    predicted = tokens * config.data.max_response_length // longest
+    activations = _Update(shape, _BYTES[fsdp.dtype], tokens, predicted, model.enable_gradient_checkpointing).activations()
+    bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _BYTES[rollout.dtype])
+    trained = model.lora_rank * shape.linear_width_sum if model.lora_rank else shape.parameters
+    learner = _learner("actor", shape, fsdp, config.num_ranks, trained)
+    return replace(learner, activations=max(activations, bucket), knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
+
+
+def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained: int) -> RoleMemory:
+    """A rank's share of weights, gradients and AdamW's two moments, which have the precision of the master weights."""
+    master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.dtype]
+    is_gathered = ranks > 1 or master != compute
+    gathered = (shape.embedding_parameters + shape.parameters // shape.layers) * compute if is_gathered else 0
+    return RoleMemory(
+        role,
+        processes=ranks,
+        weights=shape.parameters * master // ranks + gathered,
+        gradients=trained * master // ranks,
+        optimizer=2 * trained * master // ranks,
+        baseline=TRAINER_MIB * MIB,
+    )
+
+
+def _reward_model(config: RunConfig, shape: ModelShape) -> RoleMemory:
+    judge, width = config.reward.reward_model, _BYTES[config.reward.reward_model.dtype]
+    longest = judge.max_length or config.data.max_prompt_length + config.data.max_response_length
+    of_layer = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
+    return RoleMemory(
+        "reward model",
+        processes=1,
+        weights=shape.parameters * width,
+        activations=of_layer,
+        baseline=TRAINER_MIB * MIB,
+        knob="reward.reward_model.micro_batch_size_per_gpu, or reward.reward_model.dtype=bfloat16",
+    )
+
+
+def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> RoleMemory:
+    rollout = config.actor_rollout_ref.rollout
+    per_engine, width = rollout.tensor_model_parallel_size, _BYTES[rollout.dtype]
+    blocks = shape.parameters - shape.embedding_parameters
+    weights = shape.embedding_parameters * width + blocks * (1 if rollout.quantization else width)
+    logits = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n) * shape.vocabulary * 4 * 2
+    if rollout.kv_cache_megabytes is not None:
+        cache, knob = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
+    elif gpu_bytes is None:
+        cache, knob = _DEFAULT_CPU_CACHE_MIB * MIB, "kv_cache_megabytes"
+    else:
+        cache = max(int(rollout.gpu_memory_utilization * gpu_bytes) - weights // per_engine - logits, 0)
+        knob = "gpu_memory_utilization"
+    return RoleMemory(
+        "engine",
+        processes=config.num_engines * per_engine,
+        weights=weights // per_engine,
+        activations=logits,
+        cache=cache,
+        baseline=ENGINE_MIB * MIB,
+        knob=f"actor_rollout_ref.rollout.{knob}",
+    )
+
+
+def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
+    """Tokens of the fullest micro-batch on one rank."""
+    _, rows = update.rows_per_rank
+    budget = update.max_tokens if update.max_tokens is not None else (update.max_rows or 1) * longest
+    return min(budget, rows * longest)
+
+
+def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
+    """Memory of this machine that the whole run takes; on GPUs weights and activations lie elsewhere."""
+    per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
+    return sum(per_role) + (DRIVER_MIB + RAY_MIB) * MIB + _offloaded_bytes(config, roles, on_gpu)
+
+
+def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
+    if not on_gpu:
+        return 0
+    sections = {
+        "actor": config.actor_rollout_ref.actor.fsdp_config,
+        "critic": config.critic.fsdp_config,
+        "reference": config.actor_rollout_ref.ref.fsdp_config,
+    }
+    found = 0
+    for role in roles:
+        fsdp = sections.get(role.role)
+        if fsdp is not None:
+            found += role.processes * (role.weights * fsdp.param_offload + role.optimizer * fsdp.optimizer_offload)
+    return found
+
+
+def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
+    """The most that one GPU must hold, by what happens: one trainer role computes while the others rest and the engine sleeps
+    or not; the engine samples while trainers rest; or each has a GPU of its own."""
+    engine = next(role for role in roles if role.role == "engine")
+    learners = [role for role in roles if role.role in ("actor", "critic", "reference")]
+    shares = config.actor_rollout_ref.hybrid_engine
+    sleeps = config.actor_rollout_ref.rollout.free_cache_engine
+    resting = {role.role: role.model - role.activations - role.gradients for role in learners}
+    offloaded = _offloaded_bytes(config, [replace(role, processes=1) for role in learners], on_gpu=True)
+    beside = engine.model if shares and not sleeps else 0
+    training = max(sum(resting.values()) - resting[role.role] + role.model for role in learners)
+    sampling = engine.model + (max(sum(resting.values()) - offloaded, 0) if shares else 0)
+    return {"an update": training + beside, "generation": sampling}
+
+
+def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int:
+    """Size of one checkpoint: weights and moments of the roles that learn (with LoRA of the adapters alone)."""
+    model, critic = config.actor_rollout_ref.model, config.critic
+    shape = shapes[model.path]
+    trained = model.lora_rank * shape.linear_width_sum if model.lora_rank else shape.parameters
+    size = 3 * trained * _BYTES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    if config.needs_critic:
+        size += 3 * shapes[str(critic.model.path)].parameters * _BYTES[critic.fsdp_config.model_dtype]
+    return size
+
+
+def model_paths(config: RunConfig) -> dict[str, bool]:
+    """Every model of a run, and whether its code may run."""
+    model = config.actor_rollout_ref.model
+    paths = {model.path: model.trust_remote_code}
+    if config.needs_critic:
+        paths.setdefault(str(config.critic.model.path), bool(config.critic.model.trust_remote_code))
+    if config.needs_reference and not model.lora_rank:
+        paths.setdefault(str(config.actor_rollout_ref.ref.model_path), model.trust_remote_code)
+    judge = config.reward.reward_model
+    if judge.enable:
+        paths.setdefault(str(judge.model_path), judge.trust_remote_code)
+    return paths

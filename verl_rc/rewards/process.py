@@ -1,0 +1,90 @@
+"""The inside of a reward process: it loads the reward function once and scores one sample after the other.
+
+Its first command-line argument is the file descriptor of its end of the connection to the driver.
+"""
+
+import math
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from verl_rc.config.reward import RewardConfig
+from verl_rc.rewards.dispatch import build_reward
+from verl_rc.rewards.math_answer import load_verifier
+from verl_rc.rewards.output import RewardError, RewardOutput
+from verl_rc.rewards.sample import RewardSample
+
+_GRACE_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first answer of a process whose reward function is loaded."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The first answer of a process that cannot load it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The answer for a sample that could not be scored."""
+
+    reason: str
+
+
+Answer = Ready | Refused | Failed | RewardOutput
+
+
+def serve(connection: Connection) -> None:
+    """Receive a ``RewardConfig`` and answer ``Ready`` or ``Refused``; then answer every ``RewardSample`` until the other end
+    closes."""
+    config: RewardConfig = connection.recv()
+    try:
+        reward = build_reward(config)
+        if config.custom_reward_function.path is None:
+            load_verifier()  # now, and not within the first sample's time
+    except ValueError as error:
+        connection.send(Refused(str(error)))
+        return
+    connection.send(Ready())
+    if config.memory_limit_megabytes is not None:
+        _limit_memory(config.memory_limit_megabytes << 20)
+    while True:
+        try:
+            sample: RewardSample = connection.recv()
+        except EOFError:
+            return
+        # The driver ends a process that takes too long; this ends it if the driver itself is gone.
+        signal.alarm(math.ceil(config.timeout_seconds) + _GRACE_SECONDS)
+        answer = _answer(reward, sample)
+        signal.alarm(0)
+        connection.send(answer)
+
+
+def _answer(reward: Callable[[RewardSample], RewardOutput], sample: RewardSample) -> RewardOutput | Failed:
+    try:
+        return reward(sample)
+    except RewardError as error:
+        return Failed(str(error))
+
+
+def _limit_memory(num_bytes: int) -> None:
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard_limit))
+
+
+def main() -> None:
+    """Entry point."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)  # what the reward function starts must not hold the connection open
+    with Connection(descriptor) as connection, suppress(ConnectionError):  # the driver may be gone
+        serve(connection)

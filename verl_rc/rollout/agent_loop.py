@@ -1,0 +1,169 @@
+"""Conversations with tools: turn by turn, all that go on together, on token ids that are never made from text again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from verl_rc.config.rollout import MultiTurnConfig
+from verl_rc.data.batches import Completions
+from verl_rc.data.tokenize import ToolTurnEncoder
+from verl_rc.rewards.tools import find_tools
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
+from verl_rc.rollout.tool_calls import Parser, answer, choose_parser, shortened
+
+
+class Engines(Protocol):
+    """What samples one turn: all engines of a run."""
+
+    busy_seconds: float
+    """Seconds the slowest engine computed in the last call."""
+
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+        """One completion per request, in order."""
+
+
+@dataclass
+class _Conversation:
+    """One sample while it grows. Lists run over the tokens after the prompt."""
+
+    request: GenerationRequest
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    assistant_turns: int = 0
+    tool_turns: int = 0
+    tool_calls: int = 0
+    finished: bool = False
+
+    def next_request(self, max_tokens: int) -> GenerationRequest:
+        """The next turn: everything so far is its prompt, and each turn has a seed of its own."""
+        seed, turn = self.request.seed, self.assistant_turns
+        return GenerationRequest(
+            self.request.prompt_token_ids + self.token_ids,
+            seed if turn == 0 else request_seed({"sample": seed, "turn": turn}),
+            max_tokens - len(self.token_ids),
+        )
+
+    def take_turn(self, token_ids: list[int], log_probs: list[float], versions: list[int], finished: bool) -> None:
+        """Append what the policy sampled."""
+        self.token_ids += token_ids
+        self.log_probs += log_probs
+        self.versions += versions
+        self.sampled += [True] * len(token_ids)
+        self.assistant_turns += 1
+        self.finished = finished
+
+    def take_answer(self, token_ids: list[int]) -> None:
+        """Append what a tool says: no token of the policy's, so it has neither log-prob nor weight version."""
+        self.token_ids += token_ids
+        self.log_probs += [0.0] * len(token_ids)
+        self.versions += [-1] * len(token_ids)
+        self.sampled += [False] * len(token_ids)
+        self.tool_turns += 1
+
+
+class AgentLoop:
+    """Samples like the engines, but lets the policy call tools and read their answers before it goes on.
+
+    A turn that ends with the end token and holds a tool call is followed by the tools' answers, rendered by the chat template,
+    and by another turn. The prompt of that turn is the token ids of the one before, those sampled, and those of the answers.
+    Sampled and tool tokens share the limit ``max_tokens``. A conversation ends when a turn calls no tool. It is cut off
+    (``finished`` False) when a turn reaches the limit, when the answers would leave no room for another token (they are then
+    left out), or when a call is left at ``max_assistant_turns`` or ``max_user_turns``.
+    """
+
+    def __init__(self, engines: Engines, tokenizer: Any, config: MultiTurnConfig, template_arguments: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` when a tool is unknown, or tools, format or chat template do not fit together."""
+        self._engines = engines
+        self._tokenizer = tokenizer
+        self._config = config
+        self._tools = find_tools(config.tools)
+        self._parse: Parser = choose_parser(config, self._tools)
+        self._encoder = ToolTurnEncoder(tokenizer, template_arguments)
+        self.busy_seconds = 0.0
+        """Seconds the slowest engine computed, summed over the turns of the last call."""
+
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+        """One conversation per request, in order; ``response_mask`` of the result is False at the tools' tokens.
+
+        All conversations that go on share one call of the engines per turn.
+        """
+        self.busy_seconds = 0.0
+        conversations = [_Conversation(request) for request in requests]
+        going_on, width = conversations, options.max_tokens
+        while going_on:
+            turn = self._engines.generate([c.next_request(options.max_tokens) for c in going_on], options)
+            self.busy_seconds += self._engines.busy_seconds
+            width = turn.responses.shape[1]
+            _hand_out(turn, going_on)
+            going_on = self._after_turn(turn, going_on, options.max_tokens)
+        return _collected(conversations, width)
+
+    def _after_turn(self, turn: Completions, conversations: list[_Conversation], max_tokens: int) -> list[_Conversation]:
+        """Answer the calls of a turn; returns the conversations that go on."""
+        texts = self._tokenizer.batch_decode(_sampled_rows(turn), skip_special_tokens=False)
+        pairs = zip(texts, conversations, strict=True)
+        return [conversation for text, conversation in pairs if self._answer_calls(text, conversation, max_tokens)]
+
+    def _answer_calls(self, text: str, conversation: _Conversation, max_tokens: int) -> bool:
+        """Append the answers to the calls in ``text``; returns whether the policy has another turn."""
+        calls = self._parse(text)[: self._config.max_parallel_calls] if conversation.finished else []
+        if not calls:
+            return False
+        conversation.finished = False
+        if conversation.assistant_turns == self._config.max_assistant_turns:
+            return False
+        if conversation.tool_turns == self._config.max_user_turns:
+            return False
+        limit, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
+        token_ids = self._encoder.encode([shortened(answer(call, self._tools), limit, side) for call in calls])
+        conversation.tool_calls += len(calls)
+        if len(conversation.token_ids) + len(token_ids) >= max_tokens:
+            return False
+        conversation.take_answer(token_ids)
+        return True
+
+
+def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the chat template for every prompt: those given, and with ``format=hermes`` the descriptions of the tools.
+
+    Raises ``ValueError`` when a tool is unknown.
+    """
+    if config.format != "hermes":
+        return dict(given)
+    return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **given}
+
+
+def _sampled_rows(turn: Completions) -> list[list[int]]:
+    rows = zip(turn.responses.tolist(), turn.response_lengths.tolist(), strict=True)
+    return [row[:length] for row, length in rows]
+
+
+def _hand_out(turn: Completions, conversations: list[_Conversation]) -> None:
+    columns = zip(
+        _sampled_rows(turn), turn.rollout_log_probs.tolist(), turn.policy_versions.tolist(), turn.finished.tolist(), strict=True
+    )
+    for conversation, (token_ids, log_probs, versions, finished) in zip(conversations, columns, strict=True):
+        count = len(token_ids)
+        conversation.take_turn(token_ids, log_probs[:count], versions[:count], finished)
+
+
+def _collected(conversations: list[_Conversation], width: int) -> Completions:
+    def grid(column: Callable[[_Conversation], Sequence[float]], padding: float, dtype: torch.dtype) -> torch.Tensor:
+        rows = [list(column(c)) for c in conversations]
+        return torch.tensor([row + [padding] * (width - len(row)) for row in rows], dtype=dtype)
+
+    return Completions(
+        responses=grid(lambda c: c.token_ids, 0, torch.int64),
+        response_lengths=torch.tensor([len(c.token_ids) for c in conversations]),
+        rollout_log_probs=grid(lambda c: c.log_probs, 0.0, torch.float32),
+        policy_versions=grid(lambda c: c.versions, -1, torch.int64),
+        finished=torch.tensor([c.finished for c in conversations]),
+        response_mask=grid(lambda c: c.sampled, False, torch.bool),
+        num_turns=torch.tensor([1 + c.assistant_turns + c.tool_turns for c in conversations]),
+        tool_calls=torch.tensor([c.tool_calls for c in conversations]),
+        batch_size=[len(conversations)],
+    )
