@@ -1,89 +1,124 @@
-"""How much faster the advantage estimators are than loops over columns and groups, as ratios measured in one run.
+"""Advantage estimators against verl's functions and a plain read of the inputs, in one process on the same tensors.
 
-Run: ``python scripts/bench/advantages.py [rows] [length]``
+verl lives in a folder of its own, without what it depends on:
+    pip install --no-deps --target ~/.verl verl==0.9.1 codetiming orjson
+Run: python scripts/bench/advantages.py --verl ~/.verl [--shape 4096x4096]
+The candidates take turns; medians are printed, and the largest difference of the results.
 """
 
 from __future__ import annotations
 
+import argparse
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl_rc.advantage import compute_advantages
-from verl_rc.advantage.gae import generalised_returns
 
 GAMMA, LAM, GROUP_SIZE = 0.99, 0.95, 8
+Estimate = Callable[[], tuple[Tensor, Tensor]]
 
 
-def column_loop_returns(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """λ-returns by a loop over the columns of a row-major tensor."""
-    following_value = torch.zeros(rewards.shape[0])
-    following_advantage = torch.zeros(rewards.shape[0])
-    weights = mask.float()
-    columns = []
-    for t in reversed(range(rewards.shape[1])):
-        residual = rewards[:, t] + GAMMA * following_value - values[:, t]
-        advantage = residual + GAMMA * LAM * following_advantage
-        following_value = values[:, t] * weights[:, t] + following_value * (1 - weights[:, t])
-        following_advantage = advantage * weights[:, t] + following_advantage * (1 - weights[:, t])
-        columns.append(following_advantage)
-    return (torch.stack(columns[::-1], dim=1) + values) * mask
+@dataclass(frozen=True)
+class Inputs:
+    """A batch of scored rows, ``[rows, length]``."""
+
+    rewards: Tensor
+    values: Tensor
+    mask: Tensor
+    group_ids: list[int]
+
+    @classmethod
+    def random(cls, rows: int, length: int) -> Inputs:
+        """Rows of all lengths with an outcome reward."""
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
+        mask = torch.arange(length) < lengths
+        values = torch.randn(rows, length, generator=generator) * mask
+        rewards = torch.zeros(rows, length).scatter(1, lengths - 1, torch.rand(rows, 1, generator=generator))
+        return cls(rewards, values, mask, [row // GROUP_SIZE for row in range(rows)])
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Look at everything once and write an output of the same size."""
+        return self.rewards.sum() + self.values.sum() + self.mask.sum(), torch.zeros_like(self.rewards)
+
+    def ours(self, name: str) -> Estimate:
+        """This project's estimator."""
+        return lambda: compute_advantages(
+            name, self.rewards, self.mask, group_ids=self.group_ids, values=self.values, gamma=GAMMA, lam=LAM
+        )
+
+    def theirs(self, name: str) -> Estimate:
+        """verl's, which keeps masks in floating point and groups in an array of objects."""
+        from verl.trainer.ppo import core_algos  # not a dependency: found on --verl
+
+        mask, index = self.mask.float(), np.array([str(group) for group in self.group_ids], dtype=object)
+        gamma: Any = GAMMA
+        arguments: Mapping[str, Mapping[str, Any]] = {
+            "gae": {"values": self.values, "gamma": gamma, "lam": LAM},
+            "reinforce_plus_plus": {"config": SimpleNamespace(gamma=GAMMA)},
+        }
+        function = {
+            "gae": core_algos.compute_gae_advantage_return,
+            "reinforce_plus_plus": core_algos.compute_reinforce_plus_plus_outcome_advantage,
+            "reinforce_plus_plus_baseline": core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage,
+            "grpo": core_algos.compute_grpo_outcome_advantage,
+            "rloo": core_algos.compute_rloo_outcome_advantage,
+            "opo": core_algos.compute_opo_outcome_advantage,
+        }[name]
+        further = arguments.get(name, {"index": index})
+        return lambda: function(token_level_rewards=self.rewards.clone(), response_mask=mask, **further)
 
 
-def group_loop_advantages(rewards: Tensor, mask: Tensor, group_ids: list[int]) -> Tensor:
-    """GRPO by a loop over groups."""
-    scores = rewards.sum(dim=-1)
-    rows: dict[int, list[int]] = {}
-    for row, group in enumerate(group_ids):
-        rows.setdefault(group, []).append(row)
-    advantages = torch.zeros_like(scores)
-    for members in rows.values():
-        group_scores = scores[members]
-        advantages[members] = (group_scores - group_scores.mean()) / (group_scores.std() + 1e-6)
-    return advantages.unsqueeze(-1) * mask
+NAMES = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo", "rloo", "opo")
 
 
-def best_time(function: Callable[[], Tensor], repeats: int = 3) -> float:
-    """Seconds of the fastest of a few calls."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def compare(name: str, ours: Callable[[], Tensor], loop: Callable[[], Tensor]) -> None:
-    """Prints both times, their ratio and the largest difference."""
-    difference = (ours() - loop()).abs().max().item()
-    seconds, loop_seconds = best_time(ours), best_time(loop)
-    ratio = loop_seconds / seconds
-    print(f"{name:<6} {seconds:8.3f} s   loop {loop_seconds:8.3f} s   {ratio:6.1f}x   max difference {difference:.1e}")
+def seconds_in_turns(candidates: list[Estimate], rounds: int) -> list[float]:
+    """Median wall clock of each; the first round warms up."""
+    seconds: list[list[float]] = [[] for _ in candidates]
+    for round_number in range(rounds + 1):
+        for candidate, times in zip(candidates, seconds, strict=True):
+            start = time.perf_counter()
+            candidate()
+            if round_number:
+                times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
 
 
 def main() -> None:
-    """Compares GAE with a loop over columns and GRPO with a loop over groups."""
-    rows, length = (int(sys.argv[1]), int(sys.argv[2])) if len(sys.argv) == 3 else (4096, 4096)
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
-    mask = torch.arange(length) < lengths
-    values = torch.randn(rows, length, generator=generator) * mask
-    rewards = torch.zeros(rows, length).scatter(1, lengths - 1, torch.rand(rows, 1, generator=generator))
-    group_ids = [row // GROUP_SIZE for row in range(rows)]
-    print(f"{rows} rows of {length} positions, {torch.get_num_threads()} thread(s)")
-    compare(
-        "gae",
-        lambda: generalised_returns(rewards, values, mask, GAMMA, LAM),
-        lambda: column_loop_returns(rewards, values, mask),
-    )
-    compare(
-        "grpo",
-        lambda: compute_advantages("grpo", rewards, mask, group_ids=group_ids)[0],
-        lambda: group_loop_advantages(rewards, mask, group_ids),
-    )
+    """Prints one line for each estimator."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verl", help="folder that verl was installed to")
+    parser.add_argument("--shape", default="4096x4096", help="ROWSxLENGTH")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    if given.verl is not None:
+        sys.path.append(given.verl)
+    rows, length = map(int, given.shape.split("x"))
+    inputs = Inputs.random(rows, length)
+    (read,) = seconds_in_turns([inputs.read], 2 * given.rounds)
+    print(f"{rows} x {length}, float32, {given.threads} thread(s); a plain read and an output: {read:.3f} s")
+    print("| estimator | seconds | plain reads | verl, seconds | verl / ours | largest difference |\n|---|---|---|---|---|---|")
+    for name in NAMES:
+        if given.verl is None:
+            (seconds,) = seconds_in_turns([inputs.ours(name)], given.rounds)
+            compared = ["", "", ""]
+        else:
+            ours, theirs = inputs.ours(name), inputs.theirs(name)
+            difference = (ours()[0] - theirs()[0]).abs().max().item()
+            seconds, verl_seconds = seconds_in_turns([ours, theirs], given.rounds)
+            compared = [f"{verl_seconds:.3f}", f"{verl_seconds / seconds:.1f}", f"{difference:.0e}"]
+        print(f"| {name} | {seconds:.3f} | {seconds / read:.1f} | {' | '.join(compared)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 64
-_BLOCK_ELEMENTS = 2**18
+_BLOCK_ELEMENTS = 2**16
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     With fewer than two True positions there is no variance, and the values are returned unscaled, less their mean.
     """
-    count = mask.sum()
-    mean = masked_mean(values, mask)
-    centred = torch.where(mask, values - mean, torch.zeros((), dtype=values.dtype, device=values.device))
-    variance = centred.square().sum() / (count - 1).clamp_min(1)
-    scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), torch.ones_like(variance))
-    return centred * scale
+    count, outside = mask.sum(), ~mask
+    centred = values.masked_fill(outside, 0.0)  # from here on in place: a fresh tensor costs more than the arithmetic
+    mean = centred.sum(dim=-1).double().sum() / count.clamp_min(1)
+    centred.sub_(mean.to(values.dtype)).masked_fill_(outside, 0.0)
+    variance = torch.linalg.vecdot(centred, centred).double().sum() / (count - 1).clamp_min(1)
+    scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), 1.0)
+    return centred.mul_(scale.to(values.dtype))
