@@ -13,10 +13,10 @@ from verl_rc.correction.diagnostics import SMALLEST_NORMALISER
 from verl_rc.correction.finite import require_finite
 from verl_rc.correction.importance import weighted_tokens
 from verl_rc.correction.log_ratio import LogRatio, check_shapes, log_ratio, true_per_row
-from verl_rc.correction.measure import Sweep, TokenDecision, decide_tokens
+from verl_rc.correction.measure import Sweep, decide_tokens, token_level_weights
 from verl_rc.correction.rejection import row_keep
 from verl_rc.correction.resolved import ResolvedCorrection
-from verl_rc.correction.rows import Columns, concatenate, deciding_columns
+from verl_rc.correction.rows import Columns, TokenWeights, concatenate, deciding_columns
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.correction.weight_statistics import row_level_weights
 
@@ -77,9 +77,13 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         for rows in row_chunks(train_log_probs):
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
             chunk = context.rows(rows)
-            decision = decide_tokens(ratio, resolved, chunk.advantages)
-            sweep.add(ratio, decision, chunk)
-            outputs.write(rows, ratio, decision)
+            keep = decide_tokens(ratio, resolved, chunk.advantages)
+            sweep.add(ratio, keep, chunk)
+            weights = token_level_weights(ratio, resolved)
+            if weights is not None:
+                sweep.add_weights(ratio, weights)
+            outputs.write(rows, ratio, keep, weights)
+            del ratio, weights  # else two chunks' temporaries live side by side
         statistics = sweep.statistics(context)
         rejected = outputs.finish(sweep.columns(), statistics)
     if resolved.config.nonfinite_logprob == "raise":
@@ -107,11 +111,12 @@ def apply(
     with torch.no_grad():
         for rows in row_chunks(train_log_probs):
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-            decision = decide_tokens(ratio, resolved, None if advantages is None else advantages[rows])
+            keep = decide_tokens(ratio, resolved, None if advantages is None else advantages[rows])
             columns = deciding_columns(ratio, resolved.rules, resolved.config)
-            columns["token_kept"] = true_per_row(ratio.response_mask & decision.keep)
+            columns["token_kept"] = true_per_row(ratio.response_mask & keep)
             parts.append(columns)
-            outputs.write(rows, ratio, decision)
+            outputs.write(rows, ratio, keep, token_level_weights(ratio, resolved))
+            del ratio  # else two chunks' temporaries live side by side
         outputs.finish(concatenate(parts), statistics)
     return outputs.weights, outputs.keep
 
@@ -127,12 +132,12 @@ class _Outputs:
         self.weights = torch.empty(shape, dtype=dtype, device=device) if has_weights else None
         self.keep = torch.empty(shape, dtype=torch.bool, device=device)
 
-    def write(self, rows: slice, ratio: LogRatio, decision: TokenDecision) -> None:
+    def write(self, rows: slice, ratio: LogRatio, keep: Tensor, weights: TokenWeights | None) -> None:
         """Token-level weights (or where a row's weight belongs) and the token rules' verdict."""
-        self.keep[rows] = decision.keep
+        self.keep[rows] = keep
         if self.weights is not None:
             weighted = weighted_tokens(ratio, self._resolved.config)
-            self.weights[rows] = weighted if decision.weights is None else decision.weights.applied * weighted
+            self.weights[rows] = weighted if weights is None else weights.applied * weighted
 
     def finish(self, columns: Columns, statistics: CorrectionStatistics) -> Tensor:
         """Apply what holds for whole rows, and the batch's normaliser; returns the rejected rows, bool ``[B]``."""

@@ -29,7 +29,7 @@ def log_ratio_histogram(values: Tensor, mask: Tensor) -> Tensor:
     steps = counted.abs().div_(SMALLEST).clamp_min_(0.5).log_().mul_(1.0 / _LOG_WIDTH).add_(1.0)
     index = steps.clamp_(0, BINS_PER_SIDE).copysign_(counted).long().add_(BINS_PER_SIDE).flatten()
     counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=values.device)
-    counts.scatter_add_(0, index, torch.ones_like(index))
+    counts.scatter_add_(0, index, index.new_ones(1).expand_as(index))
     counts[BINS_PER_SIDE] -= mask.numel() - mask.sum()
     return counts.double()
 

@@ -16,7 +16,7 @@ PROBABILITY_MARGIN = 1e-8
 
 @dataclass(frozen=True)
 class LogRatio:
-    """``l = log pi_train - log pi_rollout`` of some rows, and what is derived from it, each computed once.
+    """``l = log pi_train - log pi_rollout`` of some rows, and what is derived from it; what is dear to compute is kept.
 
     Everything ``[B, T]`` is finite, and 0 where ``valid`` is False: plain sums over it are masked sums. Differences, bounds and
     counts have the precision of the log-probs (float32 at least), exponentials and sums are float64. Selecting by a mask costs
@@ -47,7 +47,7 @@ class LogRatio:
         """0 for valid tokens and -inf elsewhere, ``[B, T]``: added to something, it leaves its maxima to valid tokens."""
         return 1.0 - self.ones.reciprocal()
 
-    @cached_property
+    @property
     def bounded(self) -> Tensor:
         """Token log-ratios within ±``SAFETY_BOUND``, ``[B, T]``."""
         return self.values.clamp(-SAFETY_BOUND, SAFETY_BOUND)
@@ -57,17 +57,17 @@ class LogRatio:
         """``rho - 1 = exp(bounded l) - 1``, float64 ``[B, T]``, exact near 0."""
         return torch.expm1(self.bounded.double())
 
-    @cached_property
+    @property
     def k1(self) -> Tensor:
         """``-l``, ``[B, T]``."""
         return -self.bounded
 
-    @cached_property
+    @property
     def k2(self) -> Tensor:
         """``l^2 / 2``, ``[B, T]``."""
         return self.bounded.square().mul_(0.5)
 
-    @cached_property
+    @property
     def k3(self) -> Tensor:
         """``exp(l) - 1 - l >= 0``, float64 ``[B, T]``."""
         return (self.excess - self.bounded).clamp_min_(0.0)

@@ -1,7 +1,6 @@
 """MEASURE: everything the metrics, and the normalisation of weights, need to know about some rows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,33 +50,31 @@ def measure(
             ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
             chunk = context.rows(rows)
             sweep.add(ratio, decide_tokens(ratio, resolved, chunk.advantages), chunk)
+            weights = token_level_weights(ratio, resolved)
+            if weights is not None:
+                sweep.add_weights(ratio, weights)
+            del ratio, weights  # else two chunks' temporaries live side by side
         return sweep.statistics(context)
 
 
-@dataclass(frozen=True)
-class TokenDecision:
-    """What token-level methods decide about some rows."""
+def token_level_weights(ratio: LogRatio, resolved: ResolvedCorrection) -> TokenWeights | None:
+    """Weights of some rows; None when a row has one weight or none."""
+    if not resolved.has_token_weights:
+        return None
+    assert resolved.config.rollout_is is not None
+    assert resolved.threshold is not None
+    return TokenWeights.of(ratio, resolved.config.rollout_is, resolved.threshold)
 
-    weights: TokenWeights | None
-    """Token-level weights; None when a row has one weight or none."""
-    keep: Tensor
-    """bool ``[B, T]``: kept by the token rules."""
 
-
-def decide_tokens(ratio: LogRatio, resolved: ResolvedCorrection, advantages: Tensor | None) -> TokenDecision:
-    """Token-level weights and token rules on some rows. Raises ``ValueError`` when a rule misses its ``advantages``."""
-    weights = None
-    if resolved.has_token_weights:
-        assert resolved.config.rollout_is is not None
-        assert resolved.threshold is not None
-        weights = TokenWeights.of(ratio, resolved.config.rollout_is, resolved.threshold)
+def decide_tokens(ratio: LogRatio, resolved: ResolvedCorrection, advantages: Tensor | None) -> Tensor:
+    """bool ``[B, T]``: kept by the token rules. Raises ``ValueError`` when a rule misses its ``advantages``."""
     keep = token_keep(ratio, resolved.rules, resolved.config)
     opsm = resolved.config.rollout_opsm_threshold
     if opsm is not None:
         if advantages is None:
             raise ValueError(f"rollout_opsm_threshold={opsm} looks at the sign of the advantages: pass advantages [B, T]")
         keep &= ~masked_by_sign(ratio, opsm, advantages)
-    return TokenDecision(weights, keep)
+    return keep
 
 
 class Sweep:
@@ -88,23 +85,26 @@ class Sweep:
         self._parts: list[Columns] = []
         self._histogram: Tensor | None = None
 
-    def add(self, ratio: LogRatio, decision: TokenDecision, context: RowContext) -> None:
-        """Look at the tokens of one chunk."""
+    def add(self, ratio: LogRatio, keep: Tensor, context: RowContext) -> None:
+        """Look at the tokens of one chunk; ``keep`` bool ``[B, T]``: kept by the token rules."""
         resolved, full = self._resolved, self._resolved.full
         columns = deciding_columns(ratio, resolved.rules, resolved.config)
         columns |= describing_columns(ratio, full)
-        if decision.weights is not None and resolved.threshold is not None:
-            columns |= weight_columns(ratio, decision.weights, resolved.threshold, full)
         for bounded in resolved.rules:
             if bounded.rule.is_per_token:
                 columns |= token_rule_columns(ratio, bounded)
-        columns |= accounting_columns(ratio, decision.keep, resolved, context.advantages)
+        columns |= accounting_columns(ratio, keep, resolved, context.advantages)
         if full:
             columns |= age_columns(ratio, context.ages(ratio.response_mask), NUM_AGES)
             columns |= turn_columns(ratio, NUM_TURNS)
             counts = log_ratio_histogram(ratio.values, ratio.valid)
             self._histogram = counts if self._histogram is None else self._histogram + counts
         self._parts.append(columns)
+
+    def add_weights(self, ratio: LogRatio, weights: TokenWeights) -> None:
+        """Look at the token-level weights of the chunk added last."""
+        assert self._resolved.threshold is not None
+        self._parts[-1] |= weight_columns(ratio, weights, self._resolved.threshold, self._resolved.full)
 
     def columns(self) -> Columns:
         """The columns of all rows."""

@@ -11,7 +11,7 @@ from torch.linalg import vecdot
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.thresholds import Threshold
 from verl_rc.correction.importance import bounded_weights, token_weights
-from verl_rc.correction.log_ratio import LogRatio, row_sum, true_per_row
+from verl_rc.correction.log_ratio import LogRatio, row_sum
 from verl_rc.correction.rejection import BoundedRule, row_aggregates
 
 Columns = dict[str, Tensor]
@@ -34,10 +34,12 @@ class TokenWeights:
     @classmethod
     def of(cls, ratio: LogRatio, level: str, threshold: Threshold) -> "TokenWeights":
         """Weights of ``level``, which is ``token`` or ``prefix``."""
-        raw, dtype = token_weights(ratio, level), ratio.values.dtype
-        applied = bounded_weights(raw, threshold)
-        raw_excess = ratio.excess if level == "token" else (raw - 1.0).mul_(ratio.ones)
-        return cls(raw.to(dtype), applied.to(dtype), raw_excess, (applied - 1.0).mul_(ratio.ones))
+        precise = token_weights(ratio, level)
+        raw, applied = precise.to(ratio.values.dtype), bounded_weights(precise, threshold)
+        raw_excess = ratio.excess if level == "token" else (precise - 1.0).mul_(ratio.ones)
+        del precise  # memory peaks here
+        excess = (applied - 1.0).mul_(ratio.ones)
+        return cls(raw, applied.to(raw.dtype), raw_excess, excess)
 
 
 def deciding_columns(ratio: LogRatio, rules: list[BoundedRule], config: RolloutCorrectionConfig) -> Columns:
@@ -56,12 +58,13 @@ def deciding_columns(ratio: LogRatio, rules: list[BoundedRule], config: RolloutC
 
 def describing_columns(ratio: LogRatio, full: bool) -> Columns:
     """What describes the gap between the policies, whatever is done about it."""
+    bounded = ratio.bounded
     columns = {
         "train": row_sum(ratio.train),
-        "bounded": row_sum(ratio.bounded),
+        "bounded": row_sum(bounded),
         "excess": row_sum(ratio.excess),
         "excess_square": vecdot(ratio.excess, ratio.excess),
-        "safety_clamped": ratio.count(torch.ne, ratio.values, ratio.bounded),
+        "safety_clamped": ratio.count(torch.ne, ratio.values, bounded),
     }
     if full:
         columns |= {
