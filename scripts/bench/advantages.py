@@ -9,9 +9,7 @@ The candidates take turns; medians are printed, and the largest difference of th
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from in_turns import seconds_in_turns
 from torch import Tensor
 
 from verl_rc.advantage import compute_advantages
@@ -79,18 +78,6 @@ class Inputs:
 
 
 NAMES = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo", "rloo", "opo")
-
-
-def seconds_in_turns(candidates: list[Estimate], rounds: int) -> list[float]:
-    """Median wall clock of each; the first round warms up."""
-    seconds: list[list[float]] = [[] for _ in candidates]
-    for round_number in range(rounds + 1):
-        for candidate, times in zip(candidates, seconds, strict=True):
-            start = time.perf_counter()
-            candidate()
-            if round_number:
-                times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
 
 
 def main() -> None:

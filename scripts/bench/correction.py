@@ -10,13 +10,12 @@ The candidates take turns in one process; the median over the rounds is printed,
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from in_turns import seconds_in_turns
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -85,18 +84,6 @@ def theirs(inputs: Inputs, fields: Mapping[str, object]) -> Candidate:
 
     mask = inputs.mask.float()
     return lambda: compute_rollout_correction_and_rejection_mask(inputs.train, inputs.rollout, mask, **fields)
-
-
-def seconds_in_turns(candidates: Sequence[Candidate], rounds: int) -> list[float]:
-    """Median wall clock of each; the first round warms up."""
-    seconds: list[list[float]] = [[] for _ in candidates]
-    for round_number in range(rounds + 1):
-        for candidate, times in zip(candidates, seconds, strict=True):
-            start = time.perf_counter()
-            candidate()
-            if round_number:
-                times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
 
 
 def peak_bytes(candidate: Candidate) -> int:

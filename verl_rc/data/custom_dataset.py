@@ -1,12 +1,11 @@
 """Prompts from a class of the user's own: loaded from a Python file, read row by row like a data file."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from verl_rc.config.data import DataConfig
 from verl_rc.data.records import Record
+from verl_rc.data.user_module import load_user_module
 
 _KEY = "data.custom_cls"
 
@@ -58,17 +57,7 @@ class CustomRecords:
 
 def load_class(path: str, name: str) -> Any:
     """The class ``name`` of the Python file ``path``. Raises ``ValueError`` when there is none."""
-    file = Path(path).expanduser()
-    if not file.is_file() or file.suffix != ".py":
-        raise ValueError(f"{_KEY}.path must be an existing Python file, got {path!r}.")
-    specification = importlib.util.spec_from_file_location(f"verl_rc_custom_dataset_{file.stem}", file)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    try:
-        specification.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{_KEY}.path must be a file that can be imported; {path!r} raised {error!r}.") from error
+    module = load_user_module(path, f"{_KEY}.path")
     cls = getattr(module, name, None)
     if not isinstance(cls, type):
         there = sorted(key for key, value in vars(module).items() if isinstance(value, type))

@@ -1,12 +1,11 @@
 """Reward functions of the user: loaded from a Python file, checked once, called for every response."""
 
 import asyncio
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from verl_rc.data.user_module import load_user_module
 
 RewardFunction = Callable[..., Any]
 """``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | {"score": float, ...}``."""
@@ -24,7 +23,7 @@ def load_reward_function(
     plain function that runs it to its end.
     Raises ``ValueError`` when the file or the function is missing, or when it does not take the arguments it will get.
     """
-    module = _load_module(path)
+    module = load_user_module(path, f"{_KEY}.path")
     function = getattr(module, name, None)
     if not callable(function):
         there = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
@@ -49,18 +48,3 @@ def load_reward_function(
 
 async def _finished(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _load_module(path: str) -> ModuleType:
-    file = Path(path).expanduser()
-    if not file.is_file() or file.suffix != ".py":
-        raise ValueError(f"{_KEY}.path must be an existing Python file, got {path!r}.")
-    specification = importlib.util.spec_from_file_location(f"verl_rc_custom_reward_{file.stem}", file)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    try:
-        specification.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{_KEY}.path must be a file that can be imported; {path!r} raised {error!r}.") from error
-    return module
