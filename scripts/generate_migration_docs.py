@@ -1,11 +1,13 @@
 """Writes docs/migration_from_verl.md from the tables of translations: python scripts/generate_migration_docs.py [--check]"""
 
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from verl_rc.config.migration import migrate
-from verl_rc.config.refused import REFUSED_SECTIONS, RENAMED
+from verl_rc.config.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
+from verl_rc.config.verl_keys import AGREEMENTS, MOVED, VALUE_NAMES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration_from_verl.md"
 
@@ -25,7 +27,8 @@ A refused key ends the run with exit code 2 before anything starts; the message 
 recipes is taken as `key=value` where the key is known. Column names of data files, names of metrics (`rollout_corr/*`,
 `actor/*`, `critic/*`, `timing_s/*`) and the signature of reward functions are verl's.
 
-`scripts/generate_migration_docs.py` writes this page from `verl_rc/config/refused.py` and by translating the examples below.
+`scripts/generate_migration_docs.py` writes this page from `verl_rc/config/refused.py` and
+`verl_rc/config/verl_keys.py`, and by translating the examples below.
 """
 
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
@@ -45,6 +48,25 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     "algorithm.rollout_correction.bypass_mode": ("switches the loss in the driver's copy only", "switches driver and actor"),
 }
 """Keys that both projects read, and not quite alike: in verl, here."""
+
+_REFUSED_HEAD = """
+## Keys that are refused
+
+What a run says when one of these keys, or a key below it, is given. A value in the last column says what happens here anyway: the
+key is then dropped. "Of" a switch means that the section may be written out as long as its switch has that value.
+"""
+
+_SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "Data": ("data.",),
+    "Models": ("actor_rollout_ref.model.", "critic.model."),
+    "Actor, reference, critic": ("actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic."),
+    "Rollout": ("actor_rollout_ref.rollout.",),
+    "Rewards": ("reward.", "reward_model", "custom_reward_function", "sandbox_fusion"),
+    "Algorithm": ("algorithm.",),
+    "Trainer": ("trainer.",),
+    "Everything else": ("",),
+}
+"""Headings of refused keys, and how these begin; the first that fits."""
 
 _CORRECTION_HEAD = """
 ## Rollout correction of every release
@@ -91,22 +113,65 @@ CORRECTION_EXAMPLES: Mapping[str, tuple[str, ...]] = {
 
 def render() -> str:
     """The whole page."""
-    return "".join([_HEAD, _renamed(), _refused(), _same_keys(), _correction()])
+    return "".join([_HEAD, _moved(), _refused(), _same_keys(), _correction()])
 
 
-def _renamed() -> str:
-    rows = (f"| `{key}` | {_as_code(replacement)} |\n" for key, replacement in sorted(RENAMED.items()))
-    return "\n## Keys by another name\n\n| verl | write |\n|---|---|\n" + "".join(rows)
+def _moved() -> str:
+    values = {f"{key}={_shown(value)}": f"{key}={_shown(here)}" for (key, value), here in VALUE_NAMES.items() if value != here}
+    agreements = ((f"`{key}`", agreement.instead) for key, agreement in AGREEMENTS.items())
+    return (
+        "\n## Keys by another name\n\nTheir values are taken over:\n\n"
+        + _table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
+        + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
+        + _table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
+        + "\nThese may be given as long as they say what another key says:\n\n"
+        + _table(("verl", "what must hold"), agreements)
+    )
 
 
 def _refused() -> str:
-    rows = (f"| `{section}` | {reason} |\n" for section, reason in sorted(REFUSED_SECTIONS.items()))
-    return "\n## Sections and keys that are refused\n\n| verl | why, and what instead |\n|---|---|\n" + "".join(rows)
+    """Refused keys by section, then refused values; what is refused for one reason shares a row."""
+    keys_by_row: dict[str, dict[tuple[str, str], list[str]]] = {section: defaultdict(list) for section in _SECTIONS}
+    for key, refusal in REFUSALS.items():
+        keys_by_row[_section_of(key)][refusal.reason, _accepted(refusal)].append(key)
+    parts = [_REFUSED_HEAD]
+    for section, rows in keys_by_row.items():
+        cells = ((_listed(keys), reason, accepted) for (reason, accepted), keys in rows.items())
+        parts.append(f"\n### {section}\n\n" + _table(("verl", "why, and what instead", "accepted"), cells))
+    values: dict[str, list[str]] = defaultdict(list)
+    for (key, value), reason in REFUSED_VALUES.items():
+        values[reason].append(f"{key}={value}")
+    rows_of_values = ((_listed(overrides), reason) for reason, overrides in values.items())
+    return "".join([*parts, "\n### Values\n\n", _table(("verl", "why, and what instead"), rows_of_values)])
+
+
+def _section_of(key: str) -> str:
+    return next(section for section, prefixes in _SECTIONS.items() if key.startswith(prefixes))
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
+
+
+def _accepted(refusal: Refusal) -> str:
+    """Values with which the key may be given nevertheless, as overrides write them."""
+    words = ", ".join(f"`{_shown(value)}`" for value in refusal.accepted)
+    return f"{words} of `{refusal.switch}`" if refusal.switch and words else words
+
+
+def _shown(value: object) -> str:
+    """A value as an override writes it."""
+    return "null" if value is None else "''" if value == "" else str(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
 
 
 def _same_keys() -> str:
-    rows = (f"| `{key}` | {there} | {here} |\n" for key, (there, here) in SAME_KEYS.items())
-    return "\n## Same key, another meaning\n\n| key | in verl | here |\n|---|---|---|\n" + "".join(rows)
+    rows = ((f"`{key}`", there, here) for key, (there, here) in SAME_KEYS.items())
+    return "\n## Same key, another meaning\n\n" + _table(("key", "in verl", "here"), rows)
 
 
 def _correction() -> str:
@@ -117,11 +182,6 @@ def _correction() -> str:
         notes = "".join(f"- {note}\n" for note in migration.notes)
         parts.append(f"\n### {release}\n\n```text\n{given}\n```\n\nbecomes\n\n```text\n{made}\n```\n\n{notes}")
     return "".join(parts)
-
-
-def _as_code(replacement: str) -> str:
-    """A key or override as code, a sentence as it is."""
-    return replacement if " " in replacement else f"`{replacement}`"
 
 
 def main() -> None:

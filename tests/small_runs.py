@@ -1,8 +1,27 @@
-"""Overrides of a complete, very small run; shared by the integration tests."""
+"""Model, data and overrides of a complete, very small run; shared by the integration and chaos tests."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+SHARE_OF_DIGITS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(a == b for a, b in zip(solution_str, str(ground_truth))) / 10 + len(solution_str) / 100
+"""
+"""A reward function under which samples of a random model differ."""
+
+
+def make_task(folder: Path) -> dict[str, Path]:
+    """``model`` and ``data`` folders made by the scripts a user would call."""
+    sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "2"]
+    heads = ["--num_heads", "2", "--num_kv_heads", "1"]
+    model = ["scripts/make_tiny_model.py", "--output_dir", str(folder / "model"), *sizes, *heads]
+    data = ["scripts/prepare_data/digits.py", "--output_dir", str(folder / "data"), "--num_train", "64", "--num_val", "8"]
+    for command in (model, [*data, "--num_sft", "64", "--num_sft_val", "8"]):
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    return {"model": folder / "model", "data": folder / "data"}
 
 
 def run_overrides(task: dict[str, Path], run_folder: Path) -> list[str]:

@@ -1,12 +1,10 @@
 """A tiny model and task on disk, and one real run (Ray, an fp32 vLLM engine, an FSDP2 rank) for the whole session."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_runs import ROOT, run_overrides
+from small_runs import ROOT, make_task, run_overrides
 
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.ray_session import start_ray_in_background
@@ -18,15 +16,8 @@ from verl_rc.driver.setup import open_run
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """``model`` and ``data`` folders made by the scripts a user would call."""
-    folder = tmp_path_factory.mktemp("task")
-    sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "2"]
-    heads = ["--num_heads", "2", "--num_kv_heads", "1"]
-    model = ["scripts/make_tiny_model.py", "--output_dir", str(folder / "model"), *sizes, *heads]
-    data = ["scripts/prepare_data/digits.py", "--output_dir", str(folder / "data"), "--num_train", "64", "--num_val", "8"]
-    for command in (model, [*data, "--num_sft", "64", "--num_sft_val", "8"]):
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
-    return {"model": folder / "model", "data": folder / "data"}
+    """``model`` and ``data`` folders."""
+    return make_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def signs(inputs):
     return advantages, advantages
 
 def log_prob_loss(inputs):
-    return inputs.reduce(-inputs.advantages * inputs.log_probs.clamp(min=-2)), {}
+    return inputs.reduce(-inputs.advantages * inputs.log_probs), {}
 """
 TRAINING = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -48,6 +48,10 @@ ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_los
 FURTHER = {
     "gae": ["critic.optim.lr=1e-2", "critic.fsdp_config.dtype=float32"],
     "gdpo": ["algorithm.gdpo_reward_keys=[digits,length]", "algorithm.gdpo_reward_weights=[1.0,0.5]"],
+    "clip_cov": [
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0.2",
+        "actor_rollout_ref.actor.policy_loss.clip_cov_lb=0.0",
+    ],
     "dro": ["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"],
     "dppo_tv": ["actor_rollout_ref.actor.clip_ratio=0.01"],
     "dppo_kl": ["actor_rollout_ref.actor.clip_ratio=0.001"],

@@ -9,14 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import ROOT, run_overrides
+from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
 
 from verl_rc.checkpoint import load_full_state_dict
 
-SHARE_OF_DIGITS = """
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(a == b for a, b in zip(solution_str, str(ground_truth))) / 10 + len(solution_str) / 100
-"""
 WITH_EVERYTHING = [
     "algorithm.adv_estimator=gae",
     "critic.optim.lr=1e-3",

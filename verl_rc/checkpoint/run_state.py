@@ -59,9 +59,13 @@ class RunState:
     """``FORMAT_VERSION`` when it was saved."""
 
     def save(self, folder: Path) -> None:
-        """Write ``run_state.json`` and ``data.pt`` into ``folder``. Raises ``ValueError`` for what JSON cannot hold."""
+        """Write ``run_state.json`` and ``data.pt`` into ``folder``. Raises ``ValueError`` for what JSON cannot hold,
+        ``CheckpointError`` or ``OSError`` when the disk does not take it."""
         plain = asdict(self)
-        torch.save(plain.pop("loader"), folder / LOADER_FILE)
+        try:
+            torch.save(plain.pop("loader"), folder / LOADER_FILE)
+        except RuntimeError as error:  # that is how torch reports a full disk
+            raise CheckpointError(f"writing {folder / LOADER_FILE} failed: {str(error).partition(chr(10))[0]}.") from error
         (folder / RUN_STATE_FILE).write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
 
     @classmethod

@@ -1,20 +1,48 @@
 """The engines as one: requests are split over them in contiguous shares, completions come back in the order of the
 requests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from verl_rc.cluster.environment import engine_environment
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import Pending, RemoteProcess, longest_busy, wait_for_all
+from verl_rc.cluster.remote import (
+    HangError,
+    Pending,
+    ProcessLostError,
+    RemoteError,
+    RemoteProcess,
+    answers,
+    longest_busy,
+    wait_for_all,
+)
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
-from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenError
+
+_TIMEOUT_KEY = "actor_rollout_ref.rollout.engine_timeout_seconds"
+_GRACE_SECONDS = 10.0
+"""How long a process that lives may take to notice that one it works with is gone."""
+
+
+class EnginesLostError(RemoteError):
+    """Engines died, or hang; the others are as they were."""
+
+    def __init__(self, lost: Mapping[int, RemoteError], answered: Mapping[int, Any]) -> None:
+        """What became of the lost engines, and the answers of the others, by engine."""
+        super().__init__("; ".join(dict.fromkeys(str(lost[engine]) for engine in sorted(lost))))
+        self.engines = sorted(lost)
+        self.answered = dict(answered)
 
 
 class EngineGroup:
-    """All vLLM engines of a run."""
+    """All vLLM engines of a run.
+
+    Methods that raise ``EnginesLostError`` can be called again after ``replace`` and another update of all weights; what engines
+    share with the trainer, the way of weights, must be opened anew before.
+    """
 
     worker = "verl_rc.rollout.engine:RolloutEngine"
     """What every process of the group builds, as ``module:Class``; tests plant faulty ones here."""
@@ -34,6 +62,10 @@ class EngineGroup:
             self._engines.append(RemoteProcess(f"rollout engine {index}", own, **place.options(reserve_gpu=not shares)))
         self.busy_seconds = 0.0
         """Seconds the slowest engine itself computed in the last call."""
+        self.requests_reissued = 0
+        """Requests that an engine was lost with and another answered."""
+        self.on_loss: Callable[[EnginesLostError], None] = _give_up
+        """Makes the group whole when engines are lost while they generate: new engines, with weights; else it raises."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
 
     @property
@@ -41,65 +73,125 @@ class EngineGroup:
         """Number of engines."""
         return len(self._engines)
 
-    def build(self, options: EngineOptions) -> list[Pending]:
-        """Build the engines; returns at once."""
+    def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
+        """Build the engines; returns at once. An engine that takes longer than ``timeout_seconds`` for a later call counts as
+        lost."""
+        self._options, self._timeout_seconds = options, timeout_seconds
         return [process.build(self.worker, options=options) for process in self._engines]
+
+    def replace(self, engines: Sequence[int]) -> list[Pending]:
+        """End these engines and build others in their places, with the same options and without weights; returns at once."""
+        for engine in engines:
+            self._engines[engine].replace()
+        return [self._engines[engine].build(self.worker, options=self._options) for engine in engines]
+
+    def wait(self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()) -> tuple[dict[int, Any], list[Any]]:
+        """The answers of engines by number, and those of the processes they work with, ``beside``.
+
+        Raises ``EnginesLostError`` when an engine died, whatever else failed for want of it, or did not answer in time and
+        nothing else explains that. In a transfer one that hangs can hold up others: all that did not answer count as lost. Else
+        raises the first failure, preferably one that is not just the want of another process.
+        """
+        calls = [*pending.values(), *beside]
+        answer_of = {
+            item.reference: answer
+            for item, answer in answers(calls, self._timeout_seconds, _TIMEOUT_KEY, _GRACE_SECONDS)
+        }
+        of_engines = {engine: answer_of[item.reference] for engine, item in pending.items()}
+        died = {engine: answer for engine, answer in of_engines.items() if isinstance(answer, ProcessLostError)}
+        silent = {engine: died.pop(engine) for engine, answer in of_engines.items() if isinstance(answer, HangError)}
+        known = [*died.values(), *silent.values()]
+        failures = [answer for answer in answer_of.values() if isinstance(answer, RemoteError) and answer not in known]
+        causes = [failure for failure in failures if not isinstance(failure, HangError) and not _is_consequence(failure)]
+        lost = died if causes else died | silent
+        if lost:
+            answered = {engine: answer for engine, answer in of_engines.items() if not isinstance(answer, RemoteError)}
+            raise EnginesLostError(lost, answered)
+        if failures:
+            raise [*causes, *failures][0]
+        return of_engines, [answer_of[item.reference] for item in beside]
 
     def block_size(self) -> int:
         """Tokens of one block of the key-value cache: the shortest prefix that can be cached."""
         return int(wait_for_all([self._engines[0].call("describe")])[0]["block_size"])
 
-    def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> list[Pending]:
+    def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> dict[int, Pending]:
         """Join the weight-transfer group behind the sender, who is rank 0."""
-        return [
-            engine.call("join_transfer", address, 1 + index * workers_per_engine, self._process_group_backend)
+        return {
+            index: engine.call("join_transfer", address, 1 + index * workers_per_engine, self._process_group_backend)
             for index, engine in enumerate(self._engines)
-        ]
+        }
 
-    def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> list[Pending]:
+    def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> dict[int, Pending]:
         """Take one weight update; each answer is a list of receipts, one per worker of the engine."""
-        return [engine.call("receive_weights", manifest.to_plain(), bucket_bytes, version) for engine in self._engines]
+        return {
+            index: engine.call("receive_weights", manifest.to_plain(), bucket_bytes, version)
+            for index, engine in enumerate(self._engines)
+        }
 
     def device_keys(self) -> list[str]:
         """The devices that hold engine workers, as trainer ranks name theirs."""
-        keys: list[list[str]] = wait_for_all([engine.call("device_keys") for engine in self._engines])
-        return [key for of_engine in keys for key in of_engine]
+        return [key for of_engine in self._call_all("device_keys") for key in of_engine]
 
-    def begin_update(self) -> list[Pending]:
-        """Make every engine's model loadable, before its first lent bucket."""
-        return [engine.call("begin_update") for engine in self._engines]
+    def begin_update(self) -> None:
+        """Make every engine's model loadable, before its first lent bucket. Raises ``EnginesLostError``."""
+        self._call_all("begin_update")
 
-    def load_bucket(self, handle: BucketHandle) -> list[Pending]:
-        """Load one lent bucket; its lenders may take the memory back when all have answered."""
-        return [engine.call("load_bucket", handle) for engine in self._engines]
+    def load_bucket(self, handle: BucketHandle) -> None:
+        """Load one lent bucket; its lenders may take the memory back when this returns. Raises ``EnginesLostError``."""
+        self._call_all("load_bucket", handle)
 
-    def finish_update(self, version: int) -> list[Pending]:
-        """Call what was loaded ``version``; answers like ``receive_weights``."""
-        return [engine.call("finish_update", version) for engine in self._engines]
+    def finish_update(self, version: int) -> list[list[dict[str, Any]]]:
+        """Call what was loaded ``version``; for each engine a receipt per worker. Raises ``EnginesLostError``."""
+        return self._call_all("finish_update", version)
 
-    def sleep(self) -> list[Pending]:
-        """Give up the memory of weights and key-value cache; each answer says whether that engine can."""
-        return [engine.call("sleep") for engine in self._engines]
+    def abandon_update(self) -> None:
+        """Have the engines that live close an update that broke off; returns at once."""
+        for engine in self._engines:
+            engine.call("finish_update", -1)
 
-    def wake_up(self, *tags: str) -> list[Pending]:
-        """Take memory again, ``weights`` or ``kv_cache``; each answer says whether that engine can sleep at all."""
-        return [engine.call("wake_up", tags) for engine in self._engines]
+    def sleep(self) -> None:
+        """Give up the memory of weights and key-value cache, where engines can. Raises ``EnginesLostError``."""
+        self._call_all("sleep")
+
+    def wake_up(self, *tags: str) -> None:
+        """Take memory again, ``weights`` or ``kv_cache``, where engines can sleep. Raises ``EnginesLostError``."""
+        self._call_all("wake_up", tags)
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
-        """One completion per request, in order; the requests are shared out evenly."""
+        """One completion per request, in order; the requests are shared out evenly.
+
+        When engines are lost, ``on_loss`` replaces them, and each new one gets the whole share of the old one: the same
+        requests in the same composition. A request's seed is all that a sample depends on, so it comes out as it would have.
+        """
         size = -(-len(requests) // self.num_engines)
         shares = [list(requests[start : start + size]) for start in range(0, len(requests), size)]
-        pending = [
-            engine.call("generate", share, options)
-            for engine, share in zip(self._engines, shares, strict=False)
-        ]
-        parts: list[Completions] = wait_for_all(pending)
-        self.busy_seconds = longest_busy(pending)
-        return Completions.cat(parts)
+        answered: dict[int, Completions] = {}
+        self.busy_seconds = 0.0
+        while missing := [engine for engine in range(len(shares)) if engine not in answered]:
+            pending = {engine: self._engines[engine].call("generate", shares[engine], options) for engine in missing}
+            try:
+                answered |= self.wait(pending)[0]
+            except EnginesLostError as error:
+                answered |= error.answered
+                self.requests_reissued += sum(len(shares[engine]) for engine in error.engines)
+                self.on_loss(error)
+            self.busy_seconds = max(self.busy_seconds, longest_busy(list(pending.values())))
+        return Completions.cat([answered[engine] for engine in range(len(shares))])
 
     def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
-        """Every engine answers all requests: for comparing engines with the trainer one by one."""
-        answers: list[Completions] = wait_for_all(
-            [engine.call("generate", list(requests), options) for engine in self._engines]
-        )
-        return answers
+        """Every engine answers all requests: for comparing engines with the trainer one by one. Raises ``EnginesLostError``."""
+        return self._call_all("generate", list(requests), options)
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        answered, _ = self.wait({index: engine.call(method, *arguments) for index, engine in enumerate(self._engines)})
+        return list(answered.values())
+
+
+def _is_consequence(failure: RemoteError) -> bool:
+    """Whether a process failed because another one was gone."""
+    return isinstance(failure.cause, TransferBrokenError)
+
+
+def _give_up(lost: EnginesLostError) -> None:
+    raise lost

@@ -20,6 +20,9 @@ _QUIET = {
     "PYTHONWARNINGS": "ignore",
 }
 
+_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+"""Where everything is on one node, gloo and vLLM meet on its loopback interface."""
+
 
 def prepare_driver() -> None:
     """Set what must be there before ``import ray``; the user's own values win."""
@@ -27,9 +30,9 @@ def prepare_driver() -> None:
         os.environ.setdefault(name, value)
 
 
-def trainer_environment(num_threads: int) -> dict[str, str]:
+def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
     """Environment of a trainer rank that computes with ``num_threads`` threads."""
-    return {**_QUIET, **_threads(num_threads)}
+    return {**_QUIET, **_threads(num_threads), **(_ON_LOOPBACK if one_node else {})}
 
 
 def _threads(count: int) -> dict[str, str]:
@@ -53,6 +56,4 @@ def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[st
     }
     if device == "cpu":
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-    if one_node:
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    return variables
+    return variables | (_ON_LOOPBACK if one_node else {})

@@ -27,7 +27,7 @@ class RankGroup:
 
     def __init__(self, placement: Placement) -> None:
         """Start one process per rank; ``build`` gives each its model."""
-        environment = trainer_environment(placement.trainer_threads)
+        environment = trainer_environment(placement.trainer_threads, placement.one_node)
         self._ranks = [
             RemoteProcess(f"{self.role} rank {rank}", environment, **place.options())
             for rank, place in enumerate(placement.rank_places)

@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from verl_rc.config.trainer import RayInitConfig
 
@@ -24,8 +25,11 @@ def start_ray_in_background(config: RayInitConfig, processes: int) -> "Future[No
 def start_ray(config: RayInitConfig, processes: int) -> None:
     """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``processes``."""
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
-    address = options.pop("address", None)
+    address, loopback_only = options.pop("address", None), options.pop("loopback_only")
+    _listen_on_loopback(address is None and loopback_only)
     runtime_env = {key: value for key, value in options.pop("runtime_env", {}).items() if value is not None}
+    if "env_vars" in runtime_env:  # a secret that was hidden in a saved configuration, and is not in the environment, is null
+        runtime_env["env_vars"] = {key: value for key, value in runtime_env["env_vars"].items() if value is not None}
     if address is not None:
         runtime_env["env_vars"] = {"PYTHONPATH": _python_path(), **runtime_env.pop("env_vars", {})}
         ray.init(address=address, runtime_env=runtime_env, logging_level="ERROR", log_to_driver=True)
@@ -38,6 +42,16 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     if runtime_env:
         options["runtime_env"] = runtime_env
     ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, **options)
+
+
+def _listen_on_loopback(wanted: bool) -> None:
+    """Whether the node that Ray starts here calls itself 127.0.0.1: then all its servers listen there and nowhere else.
+
+    Else they listen on every interface, and without authentication. ``_node_ip_address="127.0.0.1"`` does not help, because Ray
+    resolves it to the machine's own address; this switch, Ray's default on macOS and Windows, does (Ray 2.60).
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(not wanted))
+    ray_constants.ENABLE_RAY_CLUSTER = not wanted  # was read from the environment when Ray was imported
 
 
 def _python_path() -> str:

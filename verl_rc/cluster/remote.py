@@ -4,11 +4,14 @@ import importlib
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from verl_rc.cluster.process_stacks import ProcessIdentity, register_stack_dump
+from verl_rc.cluster.watchdog import WATCHDOG, end_process
 
 
 class RemoteError(RuntimeError):
@@ -20,13 +23,25 @@ class RemoteError(RuntimeError):
         self.cause = cause
 
 
+class ProcessLostError(RemoteError):
+    """A remote process died."""
+
+
+class HangError(ProcessLostError):
+    """Processes gave no answer in time; the message says where each of them stands."""
+
+
 @ray.remote
 class _Process:
     """Hosts one object. Its environment is set before the object's module, and with it torch or vllm, is imported."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
+        self._identity = register_stack_dump(ray.get_runtime_context().get_node_id())
         self._object: Any = None
+
+    def identity(self) -> ProcessIdentity:
+        return self._identity
 
     def build(self, target: str, arguments: Mapping[str, Any]) -> tuple[int, float]:
         started = time.perf_counter()
@@ -54,34 +69,49 @@ class RemoteProcess:
     def __init__(self, name: str, environment: Mapping[str, str], **options: Any) -> None:
         """Start the process; ``options`` are Ray's (resources, placement)."""
         self.name = name
-        self._actor = _Process.options(**options).remote(dict(environment))  # type: ignore[attr-defined]
+        self.last_answer: tuple[str, float] | None = None
+        """What it answered last, and when, in seconds of ``time.monotonic``; None: nothing yet."""
+        self._environment, self._options = dict(environment), options
+        self._start()
+        WATCHDOG.add(self)
+
+    def _start(self) -> None:
+        self._actor = _Process.options(**self._options).remote(self._environment)  # type: ignore[attr-defined]
+        self.identity = self._actor.identity.remote()
 
     def build(self, target: str, **arguments: Any) -> "Pending":
         """Construct ``module:Class`` in the process."""
-        return Pending(self.name, f"start {target.split(':')[1]}", self._actor.build.remote(target, arguments))
+        return Pending(self, f"start {target.split(':')[1]}", self._actor.build.remote(target, arguments))
 
     def call(self, method: str, *arguments: Any) -> "Pending":
         """Call a method of the process's object."""
-        return Pending(self.name, method, self._actor.call.remote(method, arguments))
+        return Pending(self, method, self._actor.call.remote(method, arguments))
 
     def free_address(self) -> "Pending":
         """Host and a free port of the process's node."""
-        return Pending(self.name, "find a free port", self._actor.address.remote())
+        return Pending(self, "find a free port", self._actor.address.remote())
 
     def visible_devices(self) -> "Pending":
         """The GPUs Ray gave the process, as ``CUDA_VISIBLE_DEVICES`` names them."""
-        return Pending(self.name, "name its GPUs", self._actor.visible_devices.remote())
+        return Pending(self, "name its GPUs", self._actor.visible_devices.remote())
 
     def kill(self) -> None:
-        """End the process without asking it."""
+        """End the process without asking it, be it stopped or dead already."""
+        end_process(self)  # Ray would ask it first, and one that is stopped does not hear
         ray.kill(self._actor)
+
+    def replace(self) -> None:
+        """End the process and start an empty one in its place, with the same name and environment."""
+        self.kill()
+        self._start()
 
 
 class Pending:
     """A result on its way, and whom it comes from."""
 
-    def __init__(self, who: str, what: str, reference: "ray.ObjectRef[Any]") -> None:
-        self.who = who
+    def __init__(self, process: RemoteProcess, what: str, reference: "ray.ObjectRef[Any]") -> None:
+        self.process = process
+        self.who = process.name
         self.what = what
         self.reference = reference
         self.busy_seconds = 0.0
@@ -91,23 +121,61 @@ class Pending:
 def wait_for_all(pending: Sequence[Pending], timeout_seconds: float | None = None) -> list[Any]:
     """Results in the order given; fails as soon as one of them fails.
 
-    Raises ``RemoteError`` naming the process, what it was doing and, last, its traceback; or naming those that did
-    not answer within ``timeout_seconds``.
+    Raises ``RemoteError`` naming the process, what it was doing and, last, its traceback; ``HangError`` naming those that did
+    not answer within ``timeout_seconds`` (None: ``trainer.hang_timeout_seconds``) and where each of them stands.
     """
     waiting = {item.reference: item for item in pending}
     remaining = list(waiting)
     results: dict[Any, Any] = {}
+    limit = WATCHDOG.limit_seconds if timeout_seconds is None else timeout_seconds
+    deadline = None if limit is None else time.monotonic() + limit
     while remaining:
-        ready, remaining = ray.wait(remaining, num_returns=1, timeout=timeout_seconds)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, remaining = ray.wait(remaining, num_returns=1, timeout=left)
         if not ready:
-            names = ", ".join(f"{waiting[reference].who} ({waiting[reference].what})" for reference in remaining)
-            raise RemoteError(
-                f"these processes did not answer within {timeout_seconds:.0f} s: {names}. "
-                f"Free resources of the cluster: {ray.available_resources()}. "
-                "Raise trainer.ready_timeout_seconds if they are slow."
-            )
+            key = "trainer.hang_timeout_seconds" if timeout_seconds is None else "trainer.ready_timeout_seconds"
+            raise HangError(_report(pending, remaining, limit or 0.0, key))
         results[ready[0]] = _result_of(waiting[ready[0]])
     return [results[item.reference] for item in pending]
+
+
+def _report(pending: Sequence[Pending], remaining: Sequence["ray.ObjectRef[Any]"], seconds: float, limit_key: str) -> str:
+    silent = [item.process for item in pending if item.reference in remaining]
+    return WATCHDOG.report([(item.process, item.what) for item in pending], silent, seconds, limit_key)
+
+
+def answers(
+    pending: Sequence[Pending], timeout_seconds: float, limit_key: str, grace_seconds: float
+) -> Iterator[tuple[Pending, Any | RemoteError]]:
+    """Every call with its result, or with the ``RemoteError`` it ended in, as they come.
+
+    Calls without an answer after ``timeout_seconds``, the value of the configuration's ``limit_key``, come last, each with a
+    ``HangError``. Once a call failed in a process that lives, the others have ``grace_seconds``: those that work together fail
+    together.
+    """
+    waiting = {item.reference: item for item in pending}
+    full_deadline = deadline = time.monotonic() + timeout_seconds
+    remaining = list(waiting)
+    while remaining:
+        ready, remaining = ray.wait(remaining, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        item = waiting[ready[0]]
+        try:
+            answer = _result_of(item)
+        except RemoteError as error:
+            answer = error
+            if not isinstance(error, ProcessLostError):
+                deadline = min(deadline, time.monotonic() + grace_seconds)
+        yield item, answer
+    if not remaining:
+        return
+    if deadline < full_deadline:
+        reason = f"no answer within {grace_seconds:g} s after another process failed"
+    else:
+        reason = _report(pending, remaining, timeout_seconds, limit_key)
+    for reference in remaining:
+        yield waiting[reference], HangError(reason)
 
 
 def longest_busy(pending: Sequence[Pending]) -> float:
@@ -118,9 +186,11 @@ def longest_busy(pending: Sequence[Pending]) -> float:
 def _result_of(item: Pending) -> Any:
     try:
         result, item.busy_seconds = ray.get(item.reference)
+        item.process.last_answer = (item.what, time.monotonic())
         return result
     except RayTaskError as error:
+        item.process.last_answer = (item.what, time.monotonic())
         # Ray raises a class of its own that inherits from the cause's; only its text and its cause are there.
         raise RemoteError(f"{item.who} failed to {item.what}:\n{str(error).strip()}", error.cause) from None
     except (RayActorError, GetTimeoutError, RayError) as error:
-        raise RemoteError(f"{item.who} died while it was to {item.what}: {error}") from None
+        raise ProcessLostError(f"{item.who} died while it was to {item.what}: {error}") from None

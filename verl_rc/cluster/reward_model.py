@@ -22,7 +22,7 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         """Start the process; ``build`` gives it its model."""
         self._config = config
-        environment = trainer_environment(os.cpu_count() or 1)
+        environment = trainer_environment(os.cpu_count() or 1, one_node=False)
         self._process = RemoteProcess("reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node)
 
     def build(self) -> list[Pending]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.cluster.trainer_groups import ActorGroup
@@ -18,7 +18,10 @@ Receipts = Sequence[Sequence[dict[str, Any]]]
 
 
 class WeightTransport(Protocol):
-    """Takes the actor's current weights to every engine."""
+    """Takes the actor's current weights to every engine. Methods raise ``EnginesLostError`` when one is lost meanwhile."""
+
+    def open(self) -> None:
+        """Make ready for updates; again when engines have been replaced."""
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """Deliver them as ``version``; what was sent and what was received are for ``check_receipts`` to compare."""
@@ -28,48 +31,58 @@ class Broadcast:
     """Rank 0 of the actor broadcasts over a process group of its own: gloo, or NCCL between GPUs."""
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> None:
-        """Open the group between the sender and every engine worker."""
+        """``open`` makes the group."""
         rollout = config.actor_rollout_ref.rollout
-        workers = rollout.tensor_model_parallel_size
-        host, port = actor.free_address()
-        host = "127.0.0.1" if placement.one_node else host
-        address = TransferAddress(host, port, 1 + engines.num_engines * workers)
-        joining = actor.join_transfer(address) + engines.join_transfer(address, workers)
-        wait_for_all(joining, config.trainer.ready_timeout_seconds)
         self._actor, self._engines = actor, engines
+        self._one_node = placement.one_node
+        self._workers_per_engine = rollout.tensor_model_parallel_size
         self._manifest = actor.manifest()
         self._bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+
+    def open(self) -> None:
+        """A group of the sender and every engine worker, in place of the one before."""
+        host, port = self._actor.free_address()
+        host = "127.0.0.1" if self._one_node else host
+        address = TransferAddress(host, port, 1 + self._engines.num_engines * self._workers_per_engine)
+        joining = self._actor.join_transfer(address)
+        self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), beside=joining)
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
         receiving = self._engines.receive_weights(self._manifest, self._bucket_bytes, version)
         sending = self._actor.send_weights()
-        answers = wait_for_all(sending + receiving)
-        return answers[0], answers[len(sending) :]
+        received, sent = self._engines.wait(receiving, beside=sending)
+        return sent[0], list(received.values())
 
 
 class LentMemory:
     """Every rank lends one bucket after the other to the engine worker on its own device, which copies it."""
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
-        """Find out which ranks lie beside engine workers. Raises ``ConfigError`` when a worker has no rank on its device."""
-        try:
-            self._offers = choose_offering_ranks(actor.device_keys(), engines.device_keys())
-        except ValueError as error:
-            raise ConfigError(f"{error} Pass actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast.") from error
+        """``open`` finds out who lends to whom."""
         self._actor, self._engines = actor, engines
         self._num_buckets = actor.num_buckets()
 
+    def open(self) -> None:
+        """Which ranks lie beside engine workers. Raises ``ConfigError`` when a worker has no rank on its device."""
+        try:
+            self._offers = choose_offering_ranks(self._actor.device_keys(), self._engines.device_keys())
+        except ValueError as error:
+            raise ConfigError(f"{error} Pass actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast.") from error
+
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
-        wait_for_all(self._engines.begin_update())
         try:
+            self._engines.begin_update()
             for index in range(self._num_buckets):
                 handles = wait_for_all(self._actor.offer_bucket(index, self._offers))
-                wait_for_all(self._engines.load_bucket(BucketHandle.merged(handles)))
+                self._engines.load_bucket(BucketHandle.merged(handles))
+        except EnginesLostError:
+            self._engines.abandon_update()
+            raise
         finally:
             sent = wait_for_all(self._actor.release_bucket())[0]
-        return sent, wait_for_all(self._engines.finish_update(version))
+        return sent, self._engines.finish_update(version)
 
 
 def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> WeightTransport:
@@ -77,5 +90,8 @@ def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     shares_gpus = placement.shares_devices and placement.device == "cuda"
     if backend == "ipc" or (backend == "auto" and shares_gpus):
-        return LentMemory(actor, engines)
-    return Broadcast(actor, engines, placement, config)
+        transport: WeightTransport = LentMemory(actor, engines)
+    else:
+        transport = Broadcast(actor, engines, placement, config)
+    transport.open()
+    return transport

@@ -210,7 +210,8 @@ def _token_budgets(config: RunConfig) -> Iterator[str]:
         forwards["actor_rollout_ref.ref"] = config.actor_rollout_ref.ref
     for section, forward in forwards.items():
         budget = forward.log_prob_max_token_len_per_gpu
-        if forward.log_prob_use_dynamic_bsz and budget is not None and budget < longest:
+        is_the_actors = actor.use_dynamic_bsz and budget == actor.ppo_max_token_len_per_gpu
+        if forward.log_prob_use_dynamic_bsz and budget is not None and budget < longest and not is_the_actors:
             yield f"{section}.log_prob_max_token_len_per_gpu must hold the longest sequence ({where}), got {budget}."
         if not forward.log_prob_use_dynamic_bsz and forward.log_prob_micro_batch_size_per_gpu is None:
             yield (
@@ -278,7 +279,7 @@ def _engine(config: RunConfig) -> Iterator[str]:
     if config.trainer.device == "cpu" and rollout.quantization in _UNUSABLE_QUANTIZATIONS:
         reason = _UNUSABLE_QUANTIZATIONS[rollout.quantization]
         yield f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
-    if rollout.val_kwargs.n > 1 and (rollout.val_kwargs.temperature == 0 or not rollout.val_kwargs.do_sample):
+    if rollout.val_kwargs.n > 1 and (rollout.val_kwargs.temperature == 0 or rollout.val_kwargs.do_sample is False):
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be equal: pass "
             "val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."
@@ -301,13 +302,33 @@ def _devices(config: RunConfig) -> Iterator[str]:
     if shared and config.num_engine_devices != config.num_ranks:
         yield (
             f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's devices, of which there are "
-            f"{config.num_ranks}, but rollout.nnodes x rollout.n_gpus_per_node = {config.num_engine_devices} were asked for. "
+            f"{config.num_ranks}, but actor_rollout_ref.rollout.nnodes x actor_rollout_ref.rollout.n_gpus_per_node = "
+            f"{config.num_engine_devices} were asked for. "
             "Drop these keys, or pass actor_rollout_ref.hybrid_engine=False for devices of their own."
         )
     if not shared and rollout.checkpoint_engine.backend == "ipc":
         yield (
             "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs engines on the trainer's devices, but "
             "actor_rollout_ref.hybrid_engine=False was given; pass backend=broadcast or auto."
+        )
+
+
+def _alerts(config: RunConfig) -> Iterator[str]:
+    if config.trainer.alerts.mismatch == "skip" and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            "trainer.alerts.mismatch=skip needs a mismatch that is known before the update, but in bypass mode "
+            "(algorithm.rollout_correction.bypass_mode=True) the update itself measures it; pass save_and_stop or warn."
+        )
+
+
+def _ray(config: RunConfig) -> Iterator[str]:
+    ray_init = config.ray_kwargs.ray_init
+    local = {name: getattr(ray_init, name) for name in ("num_cpus", "num_gpus", "object_store_memory")}
+    given = ", ".join(f"{name}={value}" for name, value in local.items() if value is not None)
+    if ray_init.address is not None and given:
+        yield (
+            f"ray_kwargs.ray_init.address={ray_init.address} joins a running cluster, which has its own resources, but {given} "
+            "was given; drop that, or the address."
         )
 
 
@@ -330,5 +351,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _engine,
     _devices,
     _resuming,
+    _alerts,
+    _ray,
     _tracking,
 )

@@ -16,8 +16,9 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
@@ -27,17 +28,22 @@ from verl_rc.config.checks import check_files, check_run
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.migration import legacy_translation
 from verl_rc.config.nearest import nearest_key
+from verl_rc.config.refused import REFUSALS
 from verl_rc.config.rollout_correction import preset_fields
-from verl_rc.config.run import RunConfig
-from verl_rc.config.verl_keys import Settled, is_verl_key, settle
+from verl_rc.config.run import FALLBACKS, RunConfig
+from verl_rc.config.secrets import public_values
+from verl_rc.config.verl_keys import Settled, is_verl_key, refused_for, settle
 
 Schema = TypeVar("Schema", bound=StrictModel)
 
 CORRECTION = "algorithm.rollout_correction"
-_TEXT_KEYS = tuple(
-    f"{CORRECTION}.{leaf}" for leaf in ("preset", "rollout_rs", "rollout_rs_threshold", "rollout_is_threshold")
-)
+_TEXT_KEYS = tuple(f"{CORRECTION}.{leaf}" for leaf in ("preset", "rollout_rs", "rollout_rs_threshold", "rollout_is_threshold"))
 _EMPTY = "verl_rc_empty"
+_VERL_TRAINER = "ppo_trainer"
+_VERL_TRAINERS = {
+    f"ppo_{name}_trainer": f"{name} is not supported; drop --config-name for FSDP"
+    for name in ("megatron", "veomni", "torchtitan", "automodel")
+}
 _UNDERSCORED = re.compile(r"^\s*(rollout_(?:is|rs)_threshold)\s*:\s*([0-9.]+_[0-9._]+)\s*(?:#.*)?$", re.MULTILINE)
 
 
@@ -69,7 +75,8 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     try:
         config = schema.model_validate(settled.tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(item) for item in error.errors())) from error
+        own = [item for item in error.errors() if not _follows_another(item, settled.tree)]
+        raise ConfigError("\n".join(_explain(schema, item) for item in own or error.errors())) from error
     if isinstance(config, RunConfig):
         settled.check(config)
     return config
@@ -107,7 +114,7 @@ def _run_one(schema: type[Schema], run: Callable[[Schema], None], arguments: Seq
 def _multirun(schema: type[Schema], run: Callable[[Schema], None], arguments: Sequence[str]) -> None:
     """Let Hydra sweep over comma lists, one run after the other."""
     options, overrides = _split_arguments(arguments)
-    prepared = [_prepare_override(schema, override) for override in overrides]
+    prepared = [override if override.startswith("hydra.") else _prepare_override(schema, override) for override in overrides]
     ConfigStore.instance().store(name=_EMPTY, node={})
 
     @hydra.main(version_base=None, config_name=_EMPTY, config_path=None)
@@ -115,7 +122,8 @@ def _multirun(schema: type[Schema], run: Callable[[Schema], None], arguments: Se
         chosen = HydraConfig.get().overrides.task
         _run_one(schema, run, [*options_as_arguments(options), *chosen])
 
-    sys.argv = [sys.argv[0], "--multirun", *prepared]
+    no_copy = "hydra.output_subdir=null"  # of the overrides, which may hold secrets
+    sys.argv = [sys.argv[0], "--multirun", no_copy, *prepared]
     job()
 
 
@@ -129,7 +137,7 @@ def save_resolved_config(config: StrictModel, folder: Path) -> Path:
     ``--config-name``.
     """
     path = folder / "resolved_config.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(public_values(config), sort_keys=False), encoding="utf-8")
     return path
 
 
@@ -175,12 +183,19 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str
 def _prepare_override(schema: type[BaseModel], override: str) -> str:
     """Rewrite one raw override so that Hydra reads it as it was meant, and refuse keys that mean nothing."""
     if override.startswith("~"):
+        _check_key(schema, override[1:].partition("=")[0])
         return override
     key, _, value = override.partition("=")
     key = key.lstrip("+")
+    if key == "hydra.searchpath":
+        return f"hydra.searchpath={value}"
+    if key.startswith("hydra."):
+        raise ConfigError(refused_for([f"{key}={value}"], REFUSALS["hydra"].reason))
     _check_key(schema, key)
     if key in _TEXT_KEYS and value and value[0] not in "'\"[{" and value not in ("null", "None"):
         value = "'" + value.replace("\\", "").replace("'", "\\'") + "'"
+    elif value[:2] in ("'[", '"[') and value[-2:] == f"]{value[0]}":  # a list that a shell handed over with its quotes
+        value = value[1:-1]
     if value.startswith("~"):
         value = f"'{value}'"
     return f"++{key}={value}"
@@ -212,28 +227,54 @@ def _unknown(schema: type[BaseModel], key: str) -> str:
 
 def _compose(schema: type[BaseModel], options: Mapping[str, str], overrides: list[str]) -> dict[str, Any]:
     """What was given, by files and overrides, as a plain tree with interpolations resolved against the defaults."""
+    try:
+        composed = _with_run_file(options, overrides) if options else _of_overrides(overrides)
+        given = OmegaConf.to_container(composed)
+        assert isinstance(given, dict)
+        if "${" not in str(given):
+            return {str(key): value for key, value in given.items()}
+        resolved = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(_defaults(schema)), composed), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        hint = " ~key takes back what a run file gave, and none gave this; drop it." if "Could not delete" in str(error) else ""
+        raise ConfigError(f"the overrides cannot be read: {error}{hint}") from error
+    assert isinstance(resolved, dict)
+    return _only_given(given, resolved)
+
+
+def _of_overrides(overrides: list[str]) -> DictConfig:
+    """The tree of overrides alone, read by Hydra's grammar; Hydra's own composition is needed for files, and slow."""
+    tree = OmegaConf.create({})
+    for override in OverridesParser.create().parse_overrides(overrides):
+        if override.is_sweep_override():
+            key = override.key_or_group
+            raise ConfigError(
+                f"{override.input_line} is several values: write --multirun for a run each, or {key}=[…] for a list."
+            )
+        if override.is_delete():
+            raise HydraException(f"Could not delete from config. '{override.key_or_group}' does not exist.")
+        OmegaConf.update(tree, override.key_or_group, override.value(), merge=True, force_add=True)
+    return tree
+
+
+def _with_run_file(options: Mapping[str, str], overrides: list[str]) -> DictConfig:
+    """What the run file says, and the overrides over it."""
     folder = options.get("config-dir")
     if folder is not None:
         _refuse_unquoted_thresholds(Path(folder))
-    ConfigStore.instance().store(name=_EMPTY, node={})
+    name = options.get("config-name", _EMPTY).removesuffix(".yaml")
+    if name in _VERL_TRAINERS:
+        raise ConfigError(f"--config-name={name} is refused: {_VERL_TRAINERS[name]}.")
+    for empty in (_EMPTY, _VERL_TRAINER):  # verl's run files begin with the latter, whose values are defaults here
+        ConfigStore.instance().store(name=empty, node={})
     GlobalHydra.instance().clear()
-    try:
-        directory = None if folder is None else str(Path(folder).resolve())
-        context = (
-            hydra.initialize(config_path=None, version_base=None)
-            if directory is None
-            else hydra.initialize_config_dir(config_dir=directory, version_base=None)
-        )
-        with context:
-            composed = hydra.compose(config_name=options.get("config-name", _EMPTY), overrides=overrides)
-        given = OmegaConf.to_container(composed)
-        whole = OmegaConf.merge(OmegaConf.create(_defaults(schema)), composed)
-        resolved = OmegaConf.to_container(whole, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"the overrides cannot be read: {error}") from error
-    assert isinstance(given, dict)
-    assert isinstance(resolved, dict)
-    return _only_given(given, resolved)
+    directory = None if folder is None else str(Path(folder).resolve())
+    context = (
+        hydra.initialize(config_path=None, version_base=None)
+        if directory is None
+        else hydra.initialize_config_dir(config_dir=directory, version_base=None)
+    )
+    with context:
+        return hydra.compose(config_name=name, overrides=overrides)
 
 
 def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[str, Any]:
@@ -304,11 +345,39 @@ def _apply_preset(given: dict[str, Any]) -> None:
         section.setdefault(leaf, value)
 
 
-def _explain(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
-    message = str(item["msg"]).removeprefix("Value error, ")
+def _explain(schema: type[BaseModel], item: Any) -> str:
+    """One finding of the schema: the key, what must hold, what was given, and what to write."""
+    path = [str(part) for part in item["loc"]]
+    key, given, message = ".".join(path), item["input"], str(item["msg"])
     if item["type"] == "missing":
-        return f"{key} must be given: pass {key}=<value>."
-    given = item["input"]
-    shown = "" if isinstance(given, Mapping) else f"; got {given!r}"
-    return f"{key + ': ' if key else ''}{message}{shown}."
+        return f"{key} must be given: write {key}=<value>."
+    if message.startswith("Value error, ") or not message.startswith("Input should be "):
+        message = message.removeprefix("Value error, ")
+        shown = "" if isinstance(given, Mapping) or "got " in message else f"; got {given!r}"
+        return f"{key + ': ' if key and key not in message else ''}{message}{shown}."
+    must_be = re.sub(r", (unable|got) .*", "", message.removeprefix("Input should be "))
+    default = _default_at(schema, path)
+    instead = f"write {key}=<{must_be}>" if default is None else f"write that, or drop it for {default!r}"
+    return f"{key} must be {must_be}; got {given!r}: {instead}."
+
+
+def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a finding is about a key that nobody gave, which has its wrong value from the key that it follows."""
+    key = ".".join(str(part) for part in item["loc"])
+    value: Any = given
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value is None and key in dict(FALLBACKS)
+
+
+def _default_at(schema: type[BaseModel], path: Sequence[str]) -> Any:
+    """The default of the leaf that ``path`` leads to, or of the list around it; None where there is none."""
+    section: type[BaseModel] | None = schema
+    for part in path:
+        field = None if section is None else section.model_fields.get(part)
+        if field is None:
+            return None
+        section = _section_of(field.annotation)
+        if section is None:
+            return None if field.default is PydanticUndefined else field.default
+    return None

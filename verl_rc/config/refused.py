@@ -1,59 +1,339 @@
-"""Keys and values a run refuses by name: dead or renamed in verl, or not built here. One row each, with what to do
-instead."""
+"""Keys of verl that are no keys here: what a run refuses by name, and the values it accepts because they say what happens anyway.
 
-from collections.abc import Callable
+verl's recipes spell many defaults out. A key below may therefore be given with one of its accepted values, which is then dropped;
+with any other value, and where there is none, the run is refused with the reason, which says what to write instead.
+"""
+
 from dataclasses import dataclass
 from typing import Any
 
+_ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
+
 
 @dataclass(frozen=True)
-class RefusedValue:
-    """A key of the schema some of whose values are not built."""
+class Refusal:
+    """Why a key, or everything below it, is refused."""
 
-    key: str
-    is_refused: Callable[[Any], bool]
-    instead: str
+    reason: str
+    """One sentence without its subject, the key, and without its end: what holds here, and what to write instead."""
+    accepted: tuple[Any, ...] = ()
+    """Values that say what happens here anyway; those of a section hold for each of its leaves."""
+    switch: str | None = None
+    """The leaf of a section that turns it on, or another key: while that is off, its other leaves mean nothing anywhere."""
 
 
-NOT_BUILT = (
-    RefusedValue(
-        "algorithm.adv_estimator",
-        lambda name: name in ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
-        "what it needs beside the samples' scores is not built yet; write algorithm.adv_estimator=rloo or grpo",
-    ),
-    RefusedValue(
-        "actor_rollout_ref.actor.policy_loss.loss_mode",
-        lambda name: name in ("clip_cov", "kl_cov"),
-        "its statistics over the whole mini-batch are not built yet; write vanilla",
-    ),
+_OFF = (False, None)
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+_EITHER = (True, False, None)
+_FSDP_NAMES = ("fsdp", "fsdp2")
+_WHOLE_CHECKPOINT = (["model", "optimizer", "extra"], None)
+_PROFILER = "vendor profilers are not supported; timing_s/* and perf/* are measured in every step, so drop it"
+_MTP = "prediction of several tokens is not supported; drop it"
+_MEGATRON_LORA = (
+    "it belongs to Megatron; adapters are actor_rollout_ref.model.lora_rank, .lora_alpha, .target_modules and .exclude_modules"
 )
+_QAT = "training for quantised weights is not built; drop it"
+_GLOBAL_BATCH = "it counts rows of all ranks; write {section}.{key}_per_gpu=<that number / ranks>"
+_IMAGES = "images, video and audio are not supported; train on text, and drop it"
+
+_FSDP_LEAVES = {
+    "strategy": Refusal("Megatron, VeOmni, TorchTitan and the like are not supported; write fsdp2", _FSDP_NAMES),
+    "wrap_policy": Refusal("every transformer layer is a unit of FSDP2; drop it", (0, *_NOTHING)),
+    "offload_policy": Refusal(
+        "weights rest in host memory between uses with param_offload=True, moments with optimizer_offload=True; write those", _OFF
+    ),
+    "grad_offload": Refusal("gradients never outlive the optimizer step; drop it", _OFF),
+    "forward_prefetch": Refusal("FSDP2 gathers the next layer while one computes, always; drop it", _EITHER),
+    "use_orig_params": Refusal("FSDP2 has no flattened parameters; drop it", _EITHER),
+    "seed": Refusal("all random numbers follow trainer.seed; write that", (42,)),
+    "full_determinism": Refusal("it is not built; write False", _OFF),
+    "ulysses_sequence_parallel_size": Refusal(
+        "sequence parallelism is not built; write 1, and lower the token budgets "
+        "(ppo_max_token_len_per_gpu) where memory is short",
+        (1, None),
+    ),
+    "entropy_from_logits_with_chunking": Refusal("entropy is always computed in chunks; drop it", _EITHER),
+    "entropy_from_logits_chunk_size": Refusal("the size of chunks follows the device; drop it", (2048, None)),
+    "entropy_checkpointing": Refusal("entropy is always computed again in the backward pass; drop it", _EITHER),
+    "use_torch_compile": Refusal("models run uncompiled, with the same results; drop it", _EITHER),
+    "use_no_sync_for_gradient_accumulation": Refusal("gradients are reduced after every micro-batch; drop it", _OFF),
+    "pad_to_length": Refusal("micro-batches are never padded further than they need; drop it", _OFF),
+    "pad_to_length_bucket": Refusal("micro-batches are never padded further than they need; drop it", (1024, None)),
+    "forward_only": Refusal("the role of a worker decides it; drop it", _EITHER),
+    "mixed_precision": Refusal("forward and backward run in dtype, gradients are reduced in fp32; write dtype", _NOTHING),
+    "qat": Refusal(_QAT, _OFF, switch="enable"),
+    "turbo_config": Refusal("FSDP turbo is not supported; drop it"),
+}
+"""Leaves of every ``fsdp_config``."""
+
+_WORKER_LEAVES = {
+    "megatron": Refusal("Megatron is not supported; use FSDP, strategy=fsdp2"),
+    "veomni": Refusal("VeOmni is not supported; use FSDP, strategy=fsdp2"),
+    "torchtitan": Refusal("TorchTitan is not supported; use FSDP, strategy=fsdp2"),
+    "automodel": Refusal("Automodel is not supported; use FSDP, strategy=fsdp2"),
+    "profiler": Refusal(_PROFILER, _OFF, switch="enable"),
+    "qat": Refusal(_QAT, _OFF, switch="enable"),
+    "data_loader_seed": Refusal("the order of mini-batches follows trainer.seed; write that", (42, 1, None)),
+    "ulysses_sequence_parallel_size": _FSDP_LEAVES["ulysses_sequence_parallel_size"],
+    "entropy_from_logits_with_chunking": _FSDP_LEAVES["entropy_from_logits_with_chunking"],
+    "entropy_from_logits_chunk_size": _FSDP_LEAVES["entropy_from_logits_chunk_size"],
+    "entropy_checkpointing": _FSDP_LEAVES["entropy_checkpointing"],
+    "use_torch_compile": _FSDP_LEAVES["use_torch_compile"],
+    "pad_to_length": _FSDP_LEAVES["pad_to_length"],
+    "checkpoint.save_contents": Refusal(
+        "a checkpoint always holds all that resuming needs; drop it, and export a model with verl-rc export", _WHOLE_CHECKPOINT
+    ),
+    "checkpoint.load_contents": Refusal("a run resumes with all that its checkpoint holds; drop it", _WHOLE_CHECKPOINT),
+    "checkpoint.async_save": Refusal("a checkpoint is complete before the next step begins; write False", _OFF),
+    "checkpoint.strict": Refusal("a checkpoint that does not fit is always refused; write True", (True, None)),
+    "checkpoint.mbridge_config": Refusal("it belongs to Megatron; drop it", _NOTHING),
+    "optim.optimizer_impl": Refusal("the only optimizer is torch's AdamW; write torch.optim", ("torch.optim", None)),
+    "optim.total_training_steps": Refusal("the schedule is as long as the run; write trainer.total_training_steps", (-1, None)),
+    "optim.zero_indexed_step": Refusal("a warm-up of N steps begins with 1/(N+1) of the peak; drop it", (True, None)),
+    "optim.override_optimizer_config": Refusal("further arguments are not built; write optim.betas and .weight_decay", _NOTHING),
+}
+"""Leaves of the sections of actor, reference and critic."""
+
+_MODEL_LEAVES = {
+    "hf_config_path": Refusal("a model folder holds its configuration; write model.path alone", _NOTHING),
+    "tokenizer_path": Refusal("a model folder holds its tokenizer; put it there, and write model.path alone", _NOTHING),
+    "use_shm": Refusal("weights are read where they lie; copy the folder to /dev/shm and give its path", _OFF),
+    "custom_chat_template": Refusal("the tokenizer's own template is used; write it into tokenizer_config.json", _NOTHING),
+    "external_lib": Refusal("nothing is imported by name; give losses, estimators and tools as module:attribute", _NOTHING),
+    "override_config": Refusal("a model's configuration is used as it is; edit config.json in its folder", _NOTHING),
+    "enable_activation_offload": Refusal("it is not built; write enable_gradient_checkpointing=True", _OFF),
+    "lora_adapter_path": Refusal("training does not start from an adapter; merge it into a model folder and give that", _NOTHING),
+    "use_liger": Refusal("fused kernels are not built; drop it", _OFF),
+    "use_fused_kernels": Refusal("fused kernels are not built; write False", _OFF),
+    "fused_kernel_options": Refusal("fused kernels are not built; drop it", ("torch", "triton", *_NOTHING)),
+    "tiled_mlp": Refusal("it is not built; write enabled=False, and lower ppo_max_token_len_per_gpu", _OFF, switch="enabled"),
+    "mtp": Refusal(_MTP, _OFF, switch="enable"),
+}
+"""Leaves of the sections of a model."""
+
+_LORA_LEAVES = {
+    "merge": Refusal("engines always receive the adapters merged into the weights; drop it", _EITHER),
+    "type": Refusal("adapters are LoRA; drop it", ("lora",)),
+    "dropout": Refusal("adapters have no dropout; write 0.0", (0.0,)),
+    "dtype": Refusal("adapters have the precision of the master weights, fsdp_config.model_dtype; drop it", (None,)),
+    "adapter_path": _MODEL_LEAVES["lora_adapter_path"],
+}
+"""Leaves of ``model.lora`` that are not Megatron's alone."""
+
+_ROLLOUT_LEAVES = {
+    "engine_kwargs.sglang": Refusal("SGLang is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING),
+    "engine_kwargs.trtllm": Refusal("TensorRT-LLM is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING),
+    "full_determinism": _FSDP_LEAVES["full_determinism"],
+    "cudagraph_capture_sizes": Refusal("it is an argument of vLLM; write engine_kwargs.vllm.compilation_config", _NOTHING),
+    "data_parallel_size": Refusal("there are devices / tensor_model_parallel_size engines, replicas all; write 1", (1,)),
+    "expert_parallel_size": Refusal("expert parallelism is not built; write 1", (1,)),
+    "pipeline_model_parallel_size": Refusal("pipelines are not built; write 1, and raise tensor_model_parallel_size", (1,)),
+    "logprobs_mode": Refusal(
+        "correction needs the log-probs of the distribution that is sampled from; write processed_logprobs",
+        ("processed_logprobs",),
+    ),
+    "scheduling_policy": Refusal("requests are served in the order they come; write fcfs", ("fcfs",)),
+    "layered_summon": Refusal("weights always travel in pieces; drop it", _EITHER),
+    "log_prob_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section=_ROLLOUT, key="log_prob_micro_batch_size"), (None,)),
+    "disable_log_stats": Refusal("engines do not log; their metrics are rollout/* and timing_s/gen, so drop it", (True,)),
+    "do_sample": Refusal("training always samples; write rollout.temperature", (True,)),
+    "over_sample_rate": Refusal("a step waits for all its samples; write 0", (0, 0.0)),
+    "multi_stage_wake_up": Refusal("an engine that shares a GPU always wakes in two stages, weights first; drop it", _EITHER),
+    "use_rollout_log_probs": Refusal("algorithm.rollout_correction.bypass_mode decides it; write that", (None,)),
+    "router_config_path": Refusal("the driver shares requests out to the engines; drop it", _NOTHING),
+    "agent.num_workers": Refusal("one loop drives all engines; drop it", (8, None)),
+    "agent": Refusal(
+        "there is one loop, which multi_turn.enable=True starts; give tools as multi_turn.tools=[module:attribute]", _NOTHING
+    ),
+    "multi_turn.tool_config_path": Refusal(
+        "tools are named, not configured in a file; write multi_turn.tools=[calculator] or [module:attribute]", _NOTHING
+    ),
+    "multi_turn.function_tool_path": Refusal("write multi_turn.tools=[module:attribute]", _NOTHING),
+    "multi_turn.interaction_config_path": Refusal("conversations with a simulated user are not built; drop it", _NOTHING),
+    "multi_turn.use_inference_chat_template": Refusal("sampled tokens are never made from text again; drop it", _OFF),
+    "multi_turn.tokenization_sanity_check_mode": Refusal(
+        "sampled tokens are never made from text again; drop it", ("strict", "disable", "ignore_strippable")
+    ),
+    "multi_turn.num_repeat_rollouts": Refusal("write rollout.n, samples per prompt", (None,)),
+    "multi_turn.completion_callback": Refusal("write multi_turn.tools=[module:attribute]", _NOTHING),
+    "checkpoint_engine.engine_kwargs": Refusal("write checkpoint_engine.backend", _NOTHING),
+    "checkpoint_engine.custom_backend_module": Refusal("write checkpoint_engine.backend=auto", _NOTHING),
+    "trace": Refusal("no service is called; write trainer.rollout_data_dir=<folder>, for every sample", (*_OFF, {})),
+    "skip_tokenizer_init": Refusal("prompts and responses travel as tokens; write True", (True,)),
+    "enable_rollout_routing_replay": Refusal("replay of a router's choices is not built; write False", _OFF),
+    "moe_load_balance_metrics_interval": Refusal("it is not built; write 0", (0,)),
+    "prometheus": Refusal("metrics go where trainer.logger says; write enable=False", _OFF, switch="enable"),
+    "quantization_config_file": Refusal("write rollout.quantization=<method>", _NOTHING),
+    "limit_images": Refusal(_IMAGES, _NOTHING),
+    "mtp": Refusal(_MTP, _OFF, switch="enable"),
+    "qat": Refusal(_QAT, (*_OFF, {}), switch="enable"),
+    "profiler": Refusal(_PROFILER, _OFF, switch="enable"),
+    "disaggregation": Refusal("prefill and decoding share an engine; write enabled=False", _OFF, switch="enabled"),
+    "enable_sleep_mode": Refusal("write rollout.free_cache_engine", ()),
+}
+"""Leaves of ``actor_rollout_ref.rollout``."""
+
+_DATA_LEAVES = {
+    "tokenizer": Refusal("the tokenizer is that of actor_rollout_ref.model.path; drop it", _NOTHING),
+    "use_shm": Refusal("files are read where they lie; drop it", _OFF),
+    "reward_fn_key": Refusal("the column that chooses a reward function is data_source; rename yours", ("data_source",)),
+    "tool_config_path": _ROLLOUT_LEAVES["multi_turn.tool_config_path"],
+    "function_tool_path": _ROLLOUT_LEAVES["multi_turn.function_tool_path"],
+    "return_raw_chat": Refusal("prompts always travel as chat messages; drop it", _EITHER),
+    "return_raw_input_ids": Refusal("prompts always travel as chat messages; drop it", _OFF),
+    "return_full_prompt": Refusal("samples and their prompts are in trainer.rollout_data_dir; write that", _OFF),
+    "image_key": Refusal(_IMAGES, ("images", None)),
+    "video_key": Refusal(_IMAGES, ("videos", None)),
+    "audio_key": Refusal(_IMAGES, ("audios", None)),
+    "image_patch_size": Refusal(_IMAGES, (14,)),
+    "return_multi_modal_inputs": Refusal(_IMAGES, _EITHER),
+    "mm_processor_kwargs": Refusal(_IMAGES, _NOTHING),
+    "validation_shuffle": Refusal("validation takes its prompts in the order of the files; write False", _OFF),
+    "filter_overlong_prompts_workers": Refusal("prompts are measured in the driver; write 1, or drop it", (1, None)),
+    "sampler": Refusal(
+        "a sampler of one's own is not built; write data.custom_cls, whose rows come in its own order with data.shuffle=False",
+        _NOTHING,
+    ),
+    "datagen": Refusal("data are read once, at start; write data.custom_cls", _NOTHING),
+}
+"""Leaves of ``data``."""
+
+_TRAINER_LEAVES = {
+    "esi_redundant_time": Refusal("it belongs to a service that is not supported; write 0", (0,)),
+    "checkpoint_callback_class": Refusal("checkpoints are folders under trainer.default_local_dir; drop it", _NOTHING),
+    "default_hdfs_dir": Refusal("there is no copy to HDFS; write trainer.default_local_dir=<a mounted path>", _NOTHING),
+    "del_local_ckpt_after_load": Refusal("checkpoints are kept; write trainer.max_actor_ckpt_to_keep", _OFF),
+    "remove_previous_ckpt_in_save": Refusal("write trainer.max_actor_ckpt_to_keep=1", _OFF),
+    "ray_wait_register_center_timeout": Refusal("write trainer.ready_timeout_seconds", (300,)),
+    "use_v1": Refusal("there is one trainer; drop it", _EITHER),
+    "use_legacy_worker_impl": Refusal("there is one kind of worker; drop it", ("auto", "enable", "disable")),
+    "v1": Refusal("asynchronous training is not built; write trainer_mode=sync", ("sync", *_NOTHING), switch="trainer_mode"),
+    "npu_profile": Refusal(_PROFILER, _NOTHING),
+    "profile_steps": Refusal(_PROFILER, _NOTHING),
+    "worker_nsight_options": Refusal(_PROFILER, _NOTHING),
+    "controller_nsight_options": Refusal(_PROFILER, _NOTHING),
+}
+
+_MOVED_TO_REWARD = (
+    "it moved; write reward.reward_model.enable and .model_path for a reward model, reward.reward_kwargs.* for the overlong "
+    "penalty, reward.custom_reward_function.* for a function of your own"
+)
+_OTHER_LEAVES = {
+    "reward_model": Refusal(_MOVED_TO_REWARD, (None, False)),
+    "reward_model.reward_manager": Refusal("it moved, and some releases of verl never read it here", (None,)),
+    "reward_model.overlong_buffer": Refusal("it moved, and some releases of verl never read it here", (None,)),
+    "reward_model.reward_kwargs": Refusal("it moved, and some releases of verl never read it here", (None,)),
+    "custom_reward_function": Refusal("it moved, and some releases of verl never read it here", (None,)),
+    "sandbox_fusion": Refusal("no service is called; write a reward.custom_reward_function that calls it", (None,)),
+    "reward.sandbox_fusion": Refusal(
+        "no service is called; write a reward.custom_reward_function that calls it", (None, 64, 1024)
+    ),
+    "reward.reward_manager": Refusal(
+        "a manager of one's own is not built; write reward.custom_reward_function", ("register", None, "custom_reward_manager")
+    ),
+    "reward.reward_model.rollout": Refusal(
+        "the reward model is a classifier in a process of its own, served by no engine; write "
+        "reward.reward_model.micro_batch_size_per_gpu, .dtype and .max_length",
+        switch="reward.reward_model.enable",
+    ),
+    "reward.reward_model.enable_resource_pool": Refusal("write reward.reward_model.n_gpus_per_node", _OFF),
+    "reward.reward_model.nnodes": Refusal("the reward model is one process; drop it", (0,)),
+    "reward.reward_kwargs.overlong_buffer": Refusal("write reward.reward_kwargs.overlong_buffer_cfg", (None,)),
+    "algorithm.use_pf_ppo": Refusal("it is not built; write False", _OFF),
+    "algorithm.pf_ppo": Refusal("it is not built; drop it", switch="algorithm.use_pf_ppo"),
+    "algorithm.filter_groups.max_inflight_gen_batches": Refusal("batches are drawn one after the other", (1, None)),
+    f"{_ACTOR}.freeze_vision_tower": Refusal(_IMAGES, _OFF),
+    f"{_ACTOR}.calculate_entropy": Refusal("entropy is always measured, before the first update; drop it", _EITHER),
+    f"{_ACTOR}.calculate_sum_pi_squared": Refusal("it is computed whenever algorithm.adv_estimator needs it; drop it", _EITHER),
+    f"{_ACTOR}.use_prefix_grouper": Refusal("prompts that samples share are not grouped; write False", _OFF),
+    f"{_ACTOR}.use_fused_kernels": _MODEL_LEAVES["use_fused_kernels"],
+    f"{_ACTOR}.router_replay": Refusal("replay of a router's choices is not built; drop it", ("disabled", None)),
+    f"{_ACTOR}.ppo_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section=_ACTOR, key="ppo_micro_batch_size"), (None,)),
+    f"{_REF}.log_prob_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section=_REF, key="log_prob_micro_batch_size"), (None,)),
+    "critic.ppo_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section="critic", key="ppo_micro_batch_size"), (None,)),
+    "critic.forward_micro_batch_size": Refusal("it counts rows of all ranks; write critic.ppo_micro_batch_size_per_gpu", (None,)),
+    "critic.forward_micro_batch_size_per_gpu": Refusal("values are computed in the micro-batches of the update", (None,)),
+    "critic.forward_max_token_len_per_gpu": Refusal("values are computed in the micro-batches of the update", (None,)),
+    "critic.loss_scale_factor": Refusal("the critic's loss is divided by data.max_response_length; drop it", (None,)),
+    "critic.model.lora_rank": Refusal("a critic trains all its parameters; write 0", (0,)),
+    "critic.model.lora_alpha": Refusal("a critic trains all its parameters; drop it", (16,)),
+    "critic.model.target_modules": Refusal("a critic trains all its parameters; drop it", ("all-linear",)),
+    "critic.model.exclude_modules": Refusal("a critic trains all its parameters; drop it", (None,)),
+    "actor_rollout_ref.nccl_timeout": Refusal(
+        "collectives wait for 600 seconds; write trainer.ready_timeout_seconds for the start", (600,)
+    ),
+    "ray_kwargs.timeline_json_file": Refusal("it is not built; drop it", _NOTHING),
+    "ray_kwargs.ray_init.runtime_env.nsight": Refusal(_PROFILER, _NOTHING),
+    "transfer_queue": Refusal("there is no separate data plane here; write enable=False", _OFF, switch="enable"),
+    "global_profiler": Refusal(_PROFILER, (*_OFF, []), switch="tool"),
+    "model_engine": Refusal("Megatron, VeOmni, TorchTitan and the like are not supported; write dp, or drop it", ("dp",)),
+    "distillation": Refusal("distillation from a teacher is not built; write enabled=False", _OFF, switch="enabled"),
+    **{
+        f"skip.{what}": Refusal("rollouts are never replayed from a file; write enable=False", _OFF, switch="enable")
+        for what in ("rollout", "rollout_tq", "async_rollout")
+    },
+    "async_training": Refusal("asynchronous training is not built; drop it"),
+    "rollout": Refusal(
+        "asynchronous training is not built; write actor_rollout_ref.hybrid_engine=False for engines on devices of their own"
+    ),
+    "atropos": Refusal("environments served by Atropos are not supported; write actor_rollout_ref.rollout.multi_turn.tools"),
+    "algorithm.codapo_top_k": Refusal("CoDaPO is not built; drop it"),
+    "algorithm.codapo_weight_offset": Refusal("CoDaPO is not built; drop it"),
+    "algorithm.codapo_accuracy_key": Refusal("CoDaPO is not built; drop it"),
+    "hydra": Refusal("a run's files go to trainer.default_local_dir; write that"),
+}
+
 
 RENAMED = {
-    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
-    "critic.grad_clip": "critic.optim.clip_grad",
-    "custom_reward_function.path": "reward.custom_reward_function.path",
-    "custom_reward_function.name": "reward.custom_reward_function.name",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "nothing: sequence parallelism is not built",
-    "actor_rollout_ref.actor.use_torch_compile": "nothing: the FSDP worker never compiles here",
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "nothing: sequence parallelism is not built",
-    "actor_rollout_ref.ref.use_torch_compile": "nothing: the FSDP worker never compiles here",
-    "actor_rollout_ref.ref.model.path": "actor_rollout_ref.ref.model_path",
-    "critic.model.fsdp_config.param_offload": "critic.fsdp_config.param_offload",
-    "critic.model.fsdp_config.optimizer_offload": "critic.fsdp_config.optimizer_offload",
+    "custom_reward_function": "reward.custom_reward_function",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "algorithm.filter_groups.max_inflight_gen_batches": "algorithm.filter_groups.max_num_gen_batches",
     "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
     "critic.forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
-    "actor_rollout_ref.model.lora.merge": "nothing: engines always receive the adapters merged into the weights",
-    "actor_rollout_ref.nccl_timeout": "trainer.ready_timeout_seconds",
-    "data.return_raw_chat": "nothing: prompts always travel as chat messages",
 }
-"""Keys that verl knows or knew, and what to write instead."""
+"""Refused keys whose values hold under another one. A run refuses them too, because some releases of verl ignore them."""
 
-REFUSED_SECTIONS = {
-    "reward_model": "it moved to reward.*; reward models are not built yet",
-    "transfer_queue": "there is no separate data plane here",
-    "global_profiler": "vendor profilers are not supported",
-    "actor_rollout_ref.rollout.multi_turn": "multi-turn rollouts are not built yet",
-    "actor_rollout_ref.actor.megatron": "Megatron is not supported; use FSDP (actor_rollout_ref.actor.strategy=fsdp2)",
-    "algorithm.filter_groups": "dynamic sampling is not built yet",
+
+def _table() -> dict[str, Refusal]:
+    table = dict(_OTHER_LEAVES)
+    for role in (_ACTOR, _REF, "critic"):
+        table |= {f"{role}.fsdp_config.{leaf}": row for leaf, row in _FSDP_LEAVES.items()}
+        table |= {f"{role}.{leaf}": row for leaf, row in _WORKER_LEAVES.items() if f"{role}.{leaf}" not in table}
+    for model in (_MODEL, "critic.model"):
+        table |= {f"{model}.{leaf}": row for leaf, row in _MODEL_LEAVES.items()}
+        table |= {f"{model}.lora.{leaf}": row for leaf, row in _LORA_LEAVES.items()}
+        table[f"{model}.lora"] = Refusal(_MEGATRON_LORA, (0,), switch="rank")
+    sections = ((_ROLLOUT, _ROLLOUT_LEAVES), ("data", _DATA_LEAVES), ("trainer", _TRAINER_LEAVES))
+    return table | {f"{section}.{leaf}": row for section, leaves in sections for leaf, row in leaves.items()}
+
+
+REFUSALS = _table()
+"""Keys and whole sections, each with its reason; the longest entry that a key lies under holds for it."""
+
+_ENGINES = "is not supported; write vllm"
+_TRAINERS = "is not supported; write fsdp2"
+REFUSED_VALUES = {
+    **{(f"{_ROLLOUT}.name", name): f"the engine {name} {_ENGINES}" for name in ("sglang", "trtllm", "hf", "naive")},
+    **{
+        (f"{role}.strategy", name): f"the trainer {name} {_TRAINERS}"
+        for role in (_ACTOR, _REF, "critic")
+        for name in ("megatron", "veomni", "torchtitan", "automodel", "fsdp_turbo", "mindspeed")
+    },
+    ("trainer.device", "npu"): "NPUs are not supported; write cuda, cpu or auto",
+    **{
+        (f"{_ROLLOUT}.checkpoint_engine.backend", name): f"the transport {name} is not supported; write auto"
+        for name in ("hccl", "nixl", "kimi_ckpt_engine", "mooncake")
+    },
+    ("algorithm.adv_estimator", "codapo"): "CoDaPO is not built; give one of your own as module:function, or write grpo",
 }
-"""Whole sections that are refused, and why."""
+"""Values of this schema's keys that verl knows and a run refuses by name: (key, value) and why, and what to write."""
+
+
+def refusal_of(key: str) -> tuple[str, Refusal] | None:
+    """The entry that holds for ``key``, which lies at it or below it, and its name; None where no entry does."""
+    parts = key.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(((name, REFUSALS[name]) for name in names if name in REFUSALS), None)

@@ -1,8 +1,8 @@
 """How responses are sampled."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from verl_rc.config.base import StrictModel
 
@@ -18,8 +18,17 @@ class ValKwargsConfig(StrictModel):
     """Sample from this many most likely tokens; -1: all."""
     n: int = Field(1, ge=1)
     """Samples per prompt."""
-    do_sample: bool = False
-    """False: greedy, whatever the temperature."""
+    do_sample: bool | None = None
+    """False: greedy, whatever the temperature; null: the temperature decides, as in verl."""
+
+    @model_validator(mode="after")
+    def _sampling_needs_a_temperature(self) -> Self:
+        if self.do_sample and self.temperature == 0:
+            raise ValueError(
+                "do_sample=True needs a temperature above 0, which is greedy; pass "
+                "actor_rollout_ref.rollout.val_kwargs.temperature=<above 0>, or drop do_sample"
+            )
+        return self
 
 
 class EngineKwargsConfig(StrictModel):
@@ -104,6 +113,9 @@ class RolloutConfig(StrictModel):
     """Engine devices per node; null: ``trainer.n_gpus_per_node``. Engines = devices / tensor_model_parallel_size."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the engine's weights and activations."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """What an engine starts with; the trainer's weights come before its first sample. ``auto`` and ``safetensors`` read the
+    model's files, ``dummy`` spares that."""
     quantization: str | None = None
     """Online quantisation of the engine's weights, e.g. ``fp8_per_channel``; null: none."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
@@ -126,6 +138,11 @@ class RolloutConfig(StrictModel):
     """Cut long prompts up to mix them with decoding. Without effect on a CPU, where vLLM cannot do it with seeded requests."""
     enable_prefix_caching: bool = True
     """Reuse the cache of shared prompt prefixes; it is emptied after every weight update."""
+    engine_timeout_seconds: float = Field(3600.0, gt=0)
+    """Longest that an engine may take for one call (all its samples of a step, one weight update), seconds; one that takes longer
+    counts as hung: it is killed and replaced, as one that died is."""
+    max_engine_replacements: int = Field(3, ge=0)
+    """Engines replaced in one step at most, after which the run ends; 0: the first one lost ends it."""
     seed: int = 42
     """The engine's own seed; every training request has its own besides (see ``trainer.seed``)."""
     log_prob_use_dynamic_bsz: bool | None = None

@@ -2,9 +2,31 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from verl_rc.config.base import StrictModel
+
+AlertAction = Literal["warn", "skip", "save_and_stop"]
+
+
+class AlertsConfig(StrictModel):
+    """``trainer.alerts.*``: what happens when training goes wrong.
+
+    ``warn`` tells W&B and the console. ``skip`` also leaves the step's updates out; as after every step, the engines then get the
+    weights anew and forget what they cached. ``save_and_stop`` leaves them out, writes a checkpoint and ends the run. In bypass
+    mode the mismatch is known after the update only, so that it can be saved but not left out.
+    """
+
+    mismatch: AlertAction = "warn"
+    """When ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` in bypass mode."""
+    mismatch_limit: float | None = Field(0.5, gt=0)
+    """Nats per token; null: never."""
+    reward_collapse: AlertAction = "warn"
+    """When the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``."""
+    reward_drop: float | None = Field(0.5, gt=0)
+    """Share of the best such mean so far, in size; a fall within four standard errors does not count. null: never."""
+    reward_window: int = Field(5, ge=1)
+    """Steps that are averaged."""
 
 
 class TrainerConfig(StrictModel):
@@ -15,7 +37,7 @@ class TrainerConfig(StrictModel):
     experiment_name: str = "default"
     """Run name in W&B."""
     logger: list[str] = ["console", "wandb"]
-    """Where metrics go besides metrics.jsonl: console, wandb, tensorboard."""
+    """Where metrics go besides metrics.jsonl: console, wandb, tensorboard (one name, or a list)."""
     default_local_dir: str | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -59,6 +81,16 @@ class TrainerConfig(StrictModel):
     """Folder for validation samples as JSON lines; null: none."""
     ready_timeout_seconds: float = Field(300.0, gt=0)
     """How long to wait for a process to become ready."""
+    alerts: AlertsConfig = AlertsConfig()
+    """What happens when mismatch or reward go wrong."""
+    hang_timeout_seconds: float = Field(1800.0, gt=0)
+    """How long to wait for any other answer of a process. Then the stacks of those that are silent are written to the run's
+    folder, all processes are killed and the run ends."""
+
+    @field_validator("logger", mode="before")
+    @classmethod
+    def _one_name_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
 
 class RayInitConfig(StrictModel):
@@ -68,8 +100,12 @@ class RayInitConfig(StrictModel):
     """A running cluster, e.g. ``auto`` or ``ray://host:10001``; null: start Ray on this machine."""
     num_cpus: int | None = Field(None, ge=1)
     """Logical CPUs of a local Ray; null: enough for this run."""
+    num_gpus: int | None = Field(None, ge=0)
+    """GPUs of a local Ray; null: those that it finds."""
     object_store_memory: int | None = Field(None, ge=80_000_000)
     """Shared memory of a local Ray, bytes; null: 512 MiB."""
+    loopback_only: bool = True
+    """A local Ray listens on 127.0.0.1 alone; False: on every interface, where whoever reaches it can run code as you."""
     runtime_env: dict[str, Any] | None = None
     """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars``."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.refused import REFUSED_VALUES, Refusal, refusal_of
+from verl_rc.config.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
 from verl_rc.config.run import RunConfig
 
 MOVED = {
@@ -20,14 +20,13 @@ MOVED = {
     "critic.fsdp": "critic.fsdp_config",
     "critic.model.fsdp_config": "critic.fsdp_config",
 }
-"""Keys and sections of verl, and where their values belong here. They mean the same, also where verl itself reads them no more."""
+"""Keys and sections of verl, and where their values belong here; also those that verl itself reads no more."""
 
 VALUE_NAMES: dict[tuple[str, Any], Any] = {
     ("actor_rollout_ref.rollout.nnodes", 0): None,
     ("actor_rollout_ref.rollout.checkpoint_engine.backend", "naive"): "auto",
     ("actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"): "broadcast",
     ("algorithm.filter_groups.metric", "reward"): "score",
-    ("algorithm.filter_groups.metric", "seq_final_reward"): "seq_final_reward",
 }
 """Values by their names in verl: (key of this schema, value) and what is written here."""
 
@@ -63,14 +62,17 @@ AGREEMENTS = {
         lambda config: config.trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep: both models lie in one checkpoint"
     ),
     "actor_rollout_ref.rollout.agent.default_agent_loop": Agreement(
-        lambda config, name: name
-        in ((None, "tool_agent") if config.actor_rollout_ref.rollout.multi_turn.enable else (None, "single_turn_agent")),
+        lambda config, name: (
+            name in ((None, "tool_agent") if config.actor_rollout_ref.rollout.multi_turn.enable else (None, "single_turn_agent"))
+        ),
         "there is one loop; write actor_rollout_ref.rollout.multi_turn.enable=True for tool_agent, False for single_turn_agent",
     ),
     "reward.reward_manager.name": Agreement(
-        lambda config, name: name in (None, "naive", "dapo")
-        and not (name == "naive" and config.reward.reward_kwargs.overlong_buffer_cfg.enable)
-        or (name == "gdpo" and config.algorithm.adv_estimator == "gdpo"),
+        lambda config, name: (
+            name in (None, "dapo")
+            or (name == "naive" and not config.reward.reward_kwargs.overlong_buffer_cfg.enable)
+            or (name == "gdpo" and config.algorithm.adv_estimator == "gdpo")
+        ),
         "scores come from one place; write dapo (with reward.reward_kwargs.overlong_buffer_cfg), naive (without it), gdpo (with "
         "algorithm.adv_estimator=gdpo), or drop it",
     ),
@@ -88,8 +90,11 @@ class Settled:
 
     def check(self, config: RunConfig) -> None:
         """Raise ``ConfigError`` naming every given key that the configuration contradicts."""
-        wrong = [f"{key} is refused: {AGREEMENTS[key].instead}; got {value!r}." for key, value in self.demands
-                 if not AGREEMENTS[key].holds(config, value)]  # fmt: skip
+        wrong = [
+            refused_for([f"{key}={value}"], AGREEMENTS[key].instead)
+            for key, value in self.demands
+            if not AGREEMENTS[key].holds(config, value)
+        ]
         if wrong:
             raise ConfigError("\n".join(wrong))
 
@@ -106,6 +111,11 @@ class SettledLeaf:
     """Why it is refused, and what to write instead; None: it is not."""
     accepted: bool = False
     """Whether it says what happens anyway, and is dropped."""
+
+
+def refused_for(given: Sequence[str], reason: str) -> str:
+    """The message about ``key=value`` pairs that are refused for one reason."""
+    return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} refused: {reason}."
 
 
 def is_verl_key(key: str) -> bool:
@@ -137,7 +147,8 @@ def settle_leaf(given_key: str, given_value: Any, given: Mapping[str, Any]) -> S
     section, refusal = found
     if _is_one_of(value, refusal.accepted) or not _is_on(section, refusal, key, given):
         return SettledLeaf(key, value, accepted=True)
-    return SettledLeaf(key, value, problem=refusal.reason)
+    renamed = moved(key, RENAMED)
+    return SettledLeaf(key, value, problem=refusal.reason if renamed == key else f"{refusal.reason}: write {renamed}={value}")
 
 
 def _is_on(section: str, refusal: Refusal, key: str, given: Mapping[str, Any]) -> bool:
@@ -160,19 +171,21 @@ def settle(given: Mapping[str, Any]) -> Settled:
     leaves = dict(_leaves(given))
     tree: dict[str, Any] = {}
     demands: list[tuple[str, Any]] = []
-    problems: list[str] = []
+    refused: dict[str, list[str]] = {}
+    twice: list[str] = []
     for key, value in leaves.items():
         leaf = settle_leaf(key, value, leaves)
         if leaf.problem is not None:
-            problems.append(f"{key} is refused: {leaf.problem}; got {value!r}.")
+            refused.setdefault(leaf.problem, []).append(f"{key}={value}")
         elif leaf.key in AGREEMENTS:
             demands.append((leaf.key, leaf.value))
         elif leaf.key != key and leaves.get(leaf.key, value) != value:
-            problems.append(f"{key}={value!r} and {leaf.key}={leaves[leaf.key]!r} are one option; give it once.")
+            twice.append(f"{key}={value} and {leaf.key}={leaves[leaf.key]} are one option; give it once.")
         elif not leaf.accepted:
             _put(tree, leaf.key, leaf.value)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    problems = [refused_for(given_values, reason) for reason, given_values in refused.items()]
+    if problems or twice:
+        raise ConfigError("\n".join(problems + twice))
     return Settled(tree, demands)
 
 

@@ -106,6 +106,8 @@ class RolloutBatch(TensorClass):
     """int64 ``[B]``: which prompt of the step the row belongs to."""
     finished: Tensor
     """bool ``[B]``: ended by a stop token."""
+    fingerprints: Tensor | None = None
+    """int64 ``[B]``: of each row's tokens when they came from the engine; see ``verl_rc.data.fingerprint``."""
     num_turns: Tensor | None = None
     """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None: no tools."""
     tool_calls: Tensor | None = None

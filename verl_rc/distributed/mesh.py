@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl_rc.distributed.store import open_store
+
 
 @dataclass(frozen=True)
 class RankAddress:
@@ -41,7 +43,9 @@ def join_trainer_group(address: RankAddress, device: torch.device, timeout_secon
     if device.type == "cuda":
         torch.cuda.set_device(address.local_rank)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    store = open_store(address.master_host, address.master_port, address.world_size, address.rank == 0, timeout)
+    dist.init_process_group(backend, store=store, rank=address.rank, world_size=address.world_size, timeout=timeout)
     return init_device_mesh(device.type, (address.world_size,), mesh_dim_names=("data_parallel",))
 
 

@@ -1,12 +1,15 @@
 """Writing a run down every so often, and going on with one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, check_same_model, shards_problem
-from verl_rc.cluster.remote import wait_for_all
+from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
+from verl_rc.config.secrets import public_values
 from verl_rc.driver.announce import say
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
@@ -68,12 +71,14 @@ def restore(run: Run, resumed: Resumed) -> None:
 def write(run: Run, step: int, record: StepRecord) -> bool:
     """Write a checkpoint of the step beside its place, and tell whether one was due; ``commit`` puts it there.
 
-    One is due every ``trainer.save_freq`` steps, at the end, and when the run was asked to stop; never if that is <= 0.
+    One is due every ``trainer.save_freq`` steps, at the end, and when the run was asked to stop; never if that is <= 0, unless an
+    alert ends the run.
     """
     frequency = run.config.trainer.save_freq
-    if not run.is_due(frequency, step) and not (run.stop.came and frequency > 0):
+    wanted = run.stop.came and (frequency > 0 or run.stop.reason is not None)
+    if not run.is_due(frequency, step) and not wanted:
         return False
-    with record.stage("save_checkpoint"):
+    with record.stage("save_checkpoint"), _explained(run, step):
         folder = run.checkpoints.begin(step).resolve()
         learners = [run.actor] if run.critic is None else [run.actor, run.critic]
         pending = [pending for group in learners for pending in group.save(folder / group.role)]
@@ -84,7 +89,25 @@ def write(run: Run, step: int, record: StepRecord) -> bool:
 
 def commit(run: Run, step: int) -> None:
     """Make the written checkpoint count, now that the step's metrics are written too: a crash before this repeats the step."""
-    run.checkpoints.commit(step)
+    with _explained(run, step):
+        run.checkpoints.commit(step)
+
+
+@contextmanager
+def _explained(run: Run, step: int) -> Iterator[None]:
+    """What went wrong with the disk says what is left: the checkpoints before, which a failed one does not touch."""
+    try:
+        yield
+    except (OSError, CheckpointError, RemoteError) as error:
+        cause = error.cause if isinstance(error, RemoteError) else error
+        if not isinstance(cause, (OSError, CheckpointError)):
+            raise
+        newest = next(iter(run.checkpoints.newest_first()), None)
+        left = "There is no earlier one" if newest is None else f"{newest} is still the newest one, whole and usable"
+        raise CheckpointError(
+            f"the checkpoint of step {step} must be written to {run.folder}, but: {cause} {left}. Make room (fewer checkpoints: "
+            "trainer.max_actor_ckpt_to_keep) and start the same command again."
+        ) from error
 
 
 def _state_after(run: Run, step: int) -> RunState:
@@ -96,5 +119,5 @@ def _state_after(run: Run, step: int) -> RunState:
         skipped_in_a_row=run.skipped_updates.in_a_row,
         tracker_run_id=run.tracker.run_id,
         num_ranks=run.actor.num_ranks,
-        config=run.config.model_dump(mode="json"),
+        config=public_values(run.config),
     )

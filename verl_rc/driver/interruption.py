@@ -11,11 +11,33 @@ TERMINATED = 143
 """Exit code of a run that was asked to end: 128 + SIGTERM."""
 
 
+class StoppedByAlertError(RuntimeError):
+    """An alert ended the run; a checkpoint was written."""
+
+
 class StopRequest:
-    """Whether SIGTERM came. The first one is taken note of; a second one ends the process where it stands."""
+    """Whether SIGTERM came, or the run itself wants to end.
+
+    The first SIGTERM is taken note of; a second one ends the process where it stands.
+    """
 
     def __init__(self) -> None:
         self.came = False
+        """Whether the run is to end after this step."""
+        self._signalled = False
+        self.reason: str | None = None
+        """Why this run itself asks to end; None: the scheduler does."""
+
+    def obey(self) -> None:
+        """End the run if that is wanted: ``StoppedByAlertError`` when it is the run itself that wants to, else ``SystemExit``."""
+        if self.reason is not None:
+            raise StoppedByAlertError(self.reason)
+        if self.came:
+            raise SystemExit(TERMINATED)
+
+    def ask(self, reason: str) -> None:
+        """End the run after this step, saved."""
+        self.came, self.reason = True, reason
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -27,7 +49,7 @@ class StopRequest:
             signal.signal(signal.SIGTERM, previous)
 
     def _take(self, _signal: int, _frame: FrameType | None) -> None:
-        if self.came:
+        if self._signalled:
             raise SystemExit(TERMINATED)
-        self.came = True
+        self.came = self._signalled = True
         say("SIGTERM: finishing the step, saving it, ending; another SIGTERM ends at once and loses the step")

@@ -1,7 +1,7 @@
 """Everything a run consists of once it is set up."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.prompt_stream import PromptStream
 from verl_rc.driver.interruption import StopRequest
+from verl_rc.driver.recovery import Recovery
 from verl_rc.driver.scoring import ResponseScorer
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.nonfinite_updates import NonFiniteUpdateGuard
+from verl_rc.ppo.reward_watch import RewardWatch
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.rollout.agent_loop import AgentLoop
 from verl_rc.weight_sync.manifest import Manifest
@@ -29,6 +31,8 @@ class Progress:
 
     step: int
     """Training steps done."""
+    published: int = field(default=-1, kw_only=True)
+    """Version of the weights that the engines hold; -1: none yet."""
     control: Control
     """Weight of the KL penalty and rejection threshold in force."""
 
@@ -56,6 +60,8 @@ class Run:
     """What samples responses: the engines, or the loop in which the policy calls tools between its turns."""
     transport: WeightTransport
     """How weights get from the actor to the engines."""
+    recovery: Recovery
+    """Replaces engines that are lost."""
     checkpoints: CheckpointStore
     manifest: Manifest
     gap_monitor: GapMonitor
@@ -66,6 +72,8 @@ class Run:
     """Stops the run when rejection leaves nothing to train on."""
     nonfinite_updates: NonFiniteUpdateGuard
     """Stops the run when gradients stay NaN or infinite."""
+    reward_watch: RewardWatch
+    """Notices that rewards collapse."""
     stop: StopRequest
     """Whether the scheduler asked the run to end."""
     tracker: Tracker

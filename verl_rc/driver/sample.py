@@ -1,13 +1,14 @@
 """Sampling what a step trains on: once, or until enough prompts tell something."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from verl_rc.cluster.remote import wait_for_all
+from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.joining import join_rollouts, take_groups
@@ -35,6 +36,11 @@ class SampledBatch:
     """float32 ``[B]``: score of the greedy response to each row's prompt; None unless the estimator is ``remax``."""
     component_scores: Tensor | None = None
     """float32 ``[B, K]``: parts of the reward; None unless the estimator is ``gdpo``."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy produced."""
+        return int(self.rollouts.response_mask.sum())
 
     def taken(self, groups: list[int]) -> "SampledBatch":
         """The samples of some prompts, which are renumbered."""
@@ -79,6 +85,8 @@ class _Sampler:
         with record.stage("gen_max"):
             completions = run.sampler.generate(requests, replace(sampling, temperature=0.0))
         record.add_busy("gen_max", run.sampler.busy_seconds)
+        record.ledger.sampled(stages.sampled_tokens(completions))
+        record.ledger.book({"baseline": stages.sampled_tokens(completions)})
         greedy = stages.as_rollouts(run, requests, completions, list(range(len(requests))))
         scores = self._scored(batch.prompts, greedy).scores
         record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
@@ -86,8 +94,9 @@ class _Sampler:
 
     def finish(self, batch: SampledBatch) -> None:
         """Put the engines to sleep and report."""
-        with self.record.stage("gen"):
-            wait_for_all(self.run.engines.sleep())
+        self.record.ledger.book_prompts({"in_batch": len(batch.prompts)})
+        with self.record.stage("gen"), suppress(EnginesLostError):  # its samples are here; the next weight update replaces it
+            self.run.engines.sleep()
         self.record.add({"perf/rollout_tokens_per_second": self._response_tokens / self._busy_seconds})
         lengths = batch.rollouts.tokens.sequence_lengths
         self.record.count_tokens(self._response_tokens, int(lengths.sum()), self.run.config.num_devices)
@@ -149,7 +158,13 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
             "training/filter_groups/sampled_score_mean": float(scores.mean()),
         }
     )
-    return _joined(kept, run.tokenizer.pad_token_id).taken(list(range(wanted)))
+    informative = _joined(kept, run.tokenizer.pad_token_id)
+    batch = informative.taken(list(range(wanted)))
+    tokens_found = informative.num_tokens
+    tokens_filtered = sum(part.num_tokens for part in drawn) - tokens_found
+    sampler.record.ledger.book({"filtered": tokens_filtered, "surplus": tokens_found - batch.num_tokens})
+    sampler.record.ledger.book_prompts({"filtered": num_drawn - found, "surplus": found - wanted})
+    return batch
 
 
 def _informative_part(part: SampledBatch, metric: str) -> SampledBatch:

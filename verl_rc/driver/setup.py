@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,23 @@ from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
+from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.data import DataConfig
 from verl_rc.config.errors import ConfigError
+from verl_rc.config.foreign_code import foreign_code
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.run import RunConfig
+from verl_rc.config.secrets import public_values
 from verl_rc.data.dataset import PromptDataset, PromptRow, build_train_loader, build_validation_rows
 from verl_rc.data.prompt_lengths import describe_lengths
 from verl_rc.data.prompt_stream import PromptStream
 from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.driver import checkpoints
+from verl_rc.driver import checkpoints, weights
 from verl_rc.driver.announce import announced, say
 from verl_rc.driver.interruption import StopRequest
+from verl_rc.driver.recovery import Recovery
 from verl_rc.driver.run import Progress, Run
 from verl_rc.driver.scoring import open_scorer
 from verl_rc.losses import OWN_AVERAGE, resolve_policy_loss
@@ -34,6 +39,7 @@ from verl_rc.metrics.sinks import open_tracker
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.nonfinite_updates import NonFiniteUpdateGuard
 from verl_rc.ppo.objective import policy_loss_name
+from verl_rc.ppo.reward_watch import RewardWatch
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.report.explain import plan_text, write_plan
 from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
@@ -48,20 +54,21 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
     folder.mkdir(parents=True, exist_ok=True)
     store, resumed = checkpoints.choose(config, folder)
     _find_objective(config)
-    save_resolved_config(config, folder)
-    write_plan(config, folder)
-    say("%s", plan_text(config))
+    _show_plan(config, folder)
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         with announced("Ray"):
             ray_started.result()
+        stack.enter_context(WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder))
         placement = plan_placement(config)
         actor = ActorGroup(placement)
         engines = EngineGroup(placement, actor.visible_devices() if placement.device == "cuda" else ())
         critic = CriticGroup(placement) if config.needs_critic else None
         adapters = config.actor_rollout_ref.model.lora_rank > 0
         reference = ReferenceGroup(placement) if config.needs_reference and not adapters else None
-        building_engines = engines.build(engine_options(config, placement.device))
+        building_engines = engines.build(
+            engine_options(config, placement.device), config.actor_rollout_ref.rollout.engine_timeout_seconds
+        )
         with announced("data and tokenizer"), _mistakes_are_the_users():
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
             data, sampler = _with_tools(config, tokenizer, engines)
@@ -80,7 +87,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         groups = [*learners, *([] if reference is None else [reference])]
         _build_ranks(groups, config, total_steps)
         for group in groups:
-            stack.callback(group.close)
+            stack.enter_context(_closing(group))
         if resumed is not None:
             with announced(f"checkpoint {resumed.folder}"), _mistakes_are_the_users():
                 wait_for_all([pending for group in learners for pending in group.load(resumed.folder / group.role)])
@@ -93,7 +100,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             config.trainer.project_name,
             config.trainer.experiment_name,
             folder,
-            config.model_dump(mode="json"),
+            public_values(config),
             total_steps,
             resume_id=None if resumed is None else resumed.state.tracker_run_id,
         )
@@ -113,12 +120,14 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             engines=engines,
             sampler=sampler,
             transport=transport,
+            recovery=Recovery(),
             checkpoints=store,
             manifest=actor.manifest(),
             gap_monitor=_gap_monitor(config),
             canary_monitor=_gap_monitor(config),
             skipped_updates=SkippedUpdateGuard(config.algorithm.rollout_correction.max_skipped_updates),
             nonfinite_updates=NonFiniteUpdateGuard(config.trainer.max_nonfinite_updates),
+            reward_watch=RewardWatch(config.trainer.alerts.reward_window, config.trainer.alerts.reward_drop),
             stop=StopRequest(),
             tracker=tracker,
             total_steps=total_steps,
@@ -127,7 +136,17 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         )
         if resumed is not None:
             checkpoints.restore(run, resumed)
+        engines.on_loss = partial(weights.restore, run)
         yield run
+
+
+def _show_plan(config: RunConfig, folder: Path) -> None:
+    """What the run will do, in the log and with the resolved configuration in its folder."""
+    save_resolved_config(config, folder)
+    write_plan(config, folder)
+    say("%s", plan_text(config))
+    for key, path in foreign_code(config).items():
+        say("%s=True: Python code that comes with %s runs with your rights", key, path)
 
 
 def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
@@ -153,6 +172,17 @@ def _build_ranks(groups: Sequence[RankGroup], config: RunConfig, total_steps: in
     roles = ", ".join(group.role for group in groups)
     with announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"), _mistakes_are_the_users():
         wait_for_all(building, config.trainer.ready_timeout_seconds)
+
+
+@contextmanager
+def _closing(group: RankGroup) -> Iterator[None]:
+    """The group leaves its process group in the end, but not after an error: the watchdog kills it then."""
+    try:
+        yield
+    except SystemExit:
+        group.close()
+        raise
+    group.close()
 
 
 def _gap_monitor(config: RunConfig) -> GapMonitor:
@@ -204,6 +234,7 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
     """The keyword arguments of ``vllm.LLM`` that a configuration means on ``device``."""
     rollout = config.actor_rollout_ref.rollout
     arguments: dict[str, Any] = {
+        "load_format": rollout.load_format,
         "quantization": rollout.quantization,
         "kv_cache_dtype": rollout.kv_cache_dtype,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,

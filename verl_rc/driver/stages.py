@@ -18,6 +18,7 @@ from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import Metric
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
+from verl_rc.ppo.ledger import fates_in_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
@@ -70,9 +71,16 @@ def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: 
     with record.stage("gen"):
         completions = run.sampler.generate(requests, SamplingOptions.for_training(rollout, run.stop_token_ids))
         rollouts = as_rollouts(run, requests, completions, groups)
+        record.ledger.sampled(sampled_tokens(completions), prompts=len(prompts))
         check_versions(rollouts, expected_version=step - 1)
         record.add_busy("gen", run.sampler.busy_seconds)
     return rollouts
+
+
+def sampled_tokens(completions: Completions) -> int:
+    """Tokens that the policy produced, as the engines returned them."""
+    mask = completions.response_mask
+    return int((completions.response_lengths if mask is None else mask).sum())
 
 
 def as_rollouts(
@@ -221,8 +229,11 @@ def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> 
         report = run.actor.update(batch, mini_batches, actor_limit(run.config), order)
     record.add_busy("update_actor", run.actor.busy_seconds)
     record.add_records(report.metrics)
+    norms, planned = _grad_norms("actor", report.metrics), [mini.num_loss_tokens for mini in mini_batches]
+    record.ledger.book({"rejected": int((batch.response_mask & ~batch.loss_mask).sum())})
+    record.ledger.book(fates_in_update(planned, report.kept_tokens, norms, actor.ppo_epochs))
     run.skipped_updates.observe(report.kept_tokens)
-    run.nonfinite_updates.observe("actor", _grad_norms("actor", report.metrics))
+    run.nonfinite_updates.observe("actor", norms)
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     if report.correction is not None:

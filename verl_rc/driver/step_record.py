@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from verl_rc.metrics import Metric, reduce_metrics
 from verl_rc.metrics.sinks import Tracker
+from verl_rc.ppo.ledger import Ledger
 
 _PER_TOKEN_STAGES = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 
@@ -38,6 +39,8 @@ class StepRecord:
         self._values: dict[str, float] = {}
         self._records: list[Metric] = []
         self._tokens: StepTokens | None = None
+        self.ledger = Ledger()
+        """What became of every token sampled for training."""
         self._histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     @contextmanager
@@ -56,6 +59,10 @@ class StepRecord:
         """Take finished numbers in."""
         self._values.update(values)
 
+    def value(self, name: str) -> float | None:
+        """A finished number that was taken in; None when there is none."""
+        return self._values.get(name)
+
     def add_records(self, records: Iterable[Metric]) -> None:
         """Take records in that are still to be reduced over ranks and mini-batches."""
         self._records.extend(records)
@@ -69,8 +76,8 @@ class StepRecord:
         self._histograms[name] = (edges, counts)
 
     def log(self, tracker: Tracker, step: int, further: Mapping[str, float] | None = None) -> None:
-        """Hand everything to the tracker, with ``further`` numbers."""
-        tracker.log({**self.metrics(), **(further or {})}, step=step)
+        """Hand everything to the tracker, with ``further`` numbers. Raises ``LedgerError`` when the books do not balance."""
+        tracker.log({**self.metrics(), **self.ledger.close(), **(further or {})}, step=step)
         for name, (edges, counts) in self._histograms.items():
             tracker.log_histogram(name, edges, counts, step)
 
@@ -82,6 +89,7 @@ class StepRecord:
         metrics = {**self._values, **reduce_metrics(self._records), **timing, **busy, "timing_s/step": step}
         metrics["perf/time_per_step"] = step
         if self._tokens is not None:
+            metrics["perf/useful_tokens_per_second"] = self.ledger.trained_tokens / step
             metrics["perf/throughput"] = self._tokens.total / (step * self._tokens.num_devices)
             metrics |= self._tokens.milliseconds_per_token(self._seconds)
         metrics["perf/overhead_fraction"] = max(0.0, 1.0 - (sum(self._busy.values()) + self._untracked()) / step)

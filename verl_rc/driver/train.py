@@ -3,10 +3,10 @@
 from concurrent.futures import Future
 
 from verl_rc.config.run import RunConfig
-from verl_rc.driver import checkpoints, stages, weights
+from verl_rc.data.batches import PolicyEvaluations, TrainBatch
+from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
-from verl_rc.driver.interruption import TERMINATED
 from verl_rc.driver.run import Run
 from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.setup import open_run
@@ -37,22 +37,33 @@ def train(run: Run) -> None:
             further = ScoreDetails(sampled.greedy_scores, sampled.component_scores)
             scored_step = build_train_batch(rollouts, scored.scores, evaluations, algorithm, run.progress.control, further)
         stages.describe_batch(run, scored_step, scored, rollouts, evaluations, record)
-        stages.update_critic(run, scored_step.batch, evaluations, step, record)
-        if step >= trainer.critic_warmup:
-            stages.update_actor(run, scored_step.batch, step, record)
+        if guards.may_train(run, sampled, scored_step.batch, record, step):
+            update(run, scored_step.batch, evaluations, step, record)
+        else:
+            guards.withhold(scored_step.batch, record)
         weights.publish(run, version=step, record=record)
         if run.is_due(trainer.test_freq, step):
             last = validate(run, record, step)
         stages.dump_rollouts(run, step, sampled.prompts, rollouts, scored, record)
         saving = checkpoints.write(run, step, record)
+        record.add(run.recovery.take_counts(run.engines))
         record.log(run.tracker, step, {"training/global_step": step, "training/epoch": epoch})
         if saving:
             checkpoints.commit(run, step)
-        if run.stop.came:
-            raise SystemExit(TERMINATED)
+        run.stop.obey()
     say("written to %s: %s", run.folder, ", ".join(sorted(path.name for path in run.folder.iterdir())))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)
+
+
+def update(run: Run, batch: TrainBatch, evaluations: PolicyEvaluations, step: int, record: StepRecord) -> None:
+    """The critic, and the actor once the critic's warm-up is over."""
+    stages.update_critic(run, batch, evaluations, step, record)
+    if step < run.config.trainer.critic_warmup:
+        guards.withhold(batch, record)
+        return
+    stages.update_actor(run, batch, step, record)
+    guards.after_update(run, record, step)
 
 
 def start(run: Run) -> float | None:

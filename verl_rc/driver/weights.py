@@ -1,6 +1,6 @@
 """Publishing the actor's weights to the engines, and proving that they hold them."""
 
-from verl_rc.cluster.remote import wait_for_all
+from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.driver import stages
 from verl_rc.driver.limits import log_prob_limit
 from verl_rc.driver.run import Run
@@ -11,16 +11,41 @@ from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 
 
 def publish(run: Run, version: int, record: StepRecord) -> None:
-    """Send the current weights to every engine as ``version`` and prove that they arrived."""
+    """Send the current weights to every engine as ``version`` and prove that they arrived; engines that are lost are replaced."""
+    canary_freq = run.config.actor_rollout_ref.rollout.sync_proof.canary_freq
+    is_first = run.progress.published < 0
+    try:
+        _deliver(run, version, record, with_canary=is_first or (canary_freq > 0 and version % canary_freq == 0))
+    except EnginesLostError as lost:
+        _replace_and_deliver(run, version, record, lost)
+    run.progress.published = version
+    record.add({"sync/bytes": float(run.manifest.num_bytes), "sync/tensors": float(len(run.manifest.tensors))})
+
+
+def restore(run: Run, lost: EnginesLostError) -> None:
+    """Replace engines that were lost while they sampled; all get the weights again that they had, with proof."""
+    _replace_and_deliver(run, run.progress.published, StepRecord(), lost)
+
+
+def _replace_and_deliver(run: Run, version: int, record: StepRecord, lost: EnginesLostError) -> None:
+    """Until all engines live and hold ``version``, or the budget of replacements is used up."""
+    missing: EnginesLostError | None = lost
+    while missing is not None:
+        try:
+            run.recovery.replace(missing, run.engines, run.transport, run.config)
+            _deliver(run, version, record, with_canary=True)
+            missing = None
+        except EnginesLostError as error:
+            missing = error
+
+
+def _deliver(run: Run, version: int, record: StepRecord, with_canary: bool) -> None:
     with record.stage("update_weights"):
-        wait_for_all(run.engines.wake_up("weights"))
+        run.engines.wake_up("weights")
         sent, received = run.transport.deliver(version)
         check_receipts(run.manifest, sent, received, version)
-        wait_for_all(run.engines.wake_up("kv_cache"))
-    record.add({"sync/bytes": float(run.manifest.num_bytes), "sync/tensors": float(len(run.manifest.tensors))})
-    canary_freq = run.config.actor_rollout_ref.rollout.sync_proof.canary_freq
-    is_first = version == run.progress.step  # of this process: a step counts as done only after its update is published
-    if is_first or (canary_freq > 0 and version % canary_freq == 0):
+        run.engines.wake_up("kv_cache")
+    if with_canary:
         with record.stage("sync_canary"):
             check_canary(run, version, record)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from verl_rc.data.batches import Completions, RolloutBatch, TokenBatch, left_padded, positions_mask
+from verl_rc.data.fingerprint import fingerprints
 
 
 def build_rollout_batch(
@@ -39,6 +40,7 @@ def build_rollout_batch(
         policy_versions=completions.policy_versions,
         group_ids=torch.tensor(group_ids),
         finished=completions.finished,
+        fingerprints=fingerprints(tokens, response_mask),
         num_turns=completions.num_turns,
         tool_calls=completions.tool_calls,
         batch_size=[rows],

@@ -48,7 +48,7 @@ class SamplingOptions:
         cls, validation: ValKwargsConfig, max_tokens: int, stop_token_ids: tuple[int, ...]
     ) -> "SamplingOptions":
         """Options of validation rollouts; ``do_sample=False`` is greedy whatever the temperature."""
-        temperature = validation.temperature if validation.do_sample or validation.temperature == 0 else 0.0
+        temperature = 0.0 if validation.do_sample is False else validation.temperature
         return cls(temperature, validation.top_p, validation.top_k, max_tokens, stop_token_ids)
 
 

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from verl_rc.distributed.fsdp import gather_full_tensor
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
 from verl_rc.weight_sync.shared_bucket import BucketHandle, SharedBucket, device_key, share_bucket
-from verl_rc.weight_sync.transfer_group import Group, TransferAddress, broadcast_from_sender, join_transfer_group
+from verl_rc.weight_sync.transfer_group import (
+    Group,
+    TransferAddress,
+    TransferBrokenError,
+    broadcast_from_sender,
+    join_transfer_group,
+)
 
 
 @dataclass(frozen=True)
@@ -82,13 +88,24 @@ class WeightSender:
             self._group = join_transfer_group(address, rank=0, backend=backend)
 
     def send(self) -> SendReceipt:
-        """Broadcast every tensor of the manifest; collective over the trainer ranks."""
+        """Broadcast every tensor of the manifest; collective over the trainer ranks.
+
+        Raises ``TransferBrokenError`` when an engine is gone, having left the group, so that the other engines notice too, and
+        having gathered to the end, as the other ranks do. ``join`` opens another group.
+        """
         self._digests = {}
+        broken = None
         for bucket in self.manifest.buckets(self._bucket_bytes):
             if self._group is None:
                 self._help_to_gather(bucket)
-            else:
-                broadcast_from_sender(self._group, torch.cat(list(self._wire_tensors(bucket))))
+                continue
+            wire = torch.cat(list(self._wire_tensors(bucket)))
+            try:
+                broadcast_from_sender(self._group, wire)
+            except TransferBrokenError as error:
+                broken, self._group = error, None
+        if broken is not None:
+            raise broken
         return self._receipt()
 
     @property

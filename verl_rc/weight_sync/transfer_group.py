@@ -7,8 +7,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_rc.distributed.store import open_store
+
 Group = Any
 """A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``: torch's stubs know neither as a ``ProcessGroup`` nor their options."""
+
+
+class TransferBrokenError(RuntimeError):
+    """A member of the transfer group is gone; the group is of no use any more."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Gr
     touched. ``backend`` is ``gloo`` or ``nccl``.
     """
     timeout = timedelta(seconds=address.timeout_seconds)
-    tcp = dist.TCPStore(address.host, address.port, address.world_size, rank == 0, timeout, wait_for_workers=True)
+    tcp = open_store(address.host, address.port, address.world_size, rank == 0, timeout)
     store = dist.PrefixStore("weight_transfer", tcp)
     if backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
@@ -43,8 +49,11 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Gr
 
 
 def broadcast_from_sender(group: Group, tensor: Tensor) -> None:
-    """Broadcast ``tensor`` in place from rank 0 and wait for it."""
+    """Broadcast ``tensor`` in place from rank 0 and wait for it. Raises ``TransferBrokenError`` when a member is gone."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
-    group.broadcast([tensor], options).wait()
+    try:
+        group.broadcast([tensor], options).wait()
+    except RuntimeError as error:
+        raise TransferBrokenError(f"the weights did not get from the trainer to every engine: {error}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.load import load_config, load_run_config, save_resolved_config
+from verl_rc.config.load import load_config, load_run_config, run_with_config, save_resolved_config
 from verl_rc.config.run import RunConfig
 
 ROOT = Path(__file__).parents[3]
@@ -37,6 +37,14 @@ VALID = [
         ("trainer.logger=['console','wandb']", "trainer.logger", ["console", "wandb"]),
         ("trainer.logger=[console]", "trainer.logger", ["console"]),
         ("data.train_files=['a.parquet','b.parquet']", "data.train_files", ["a.parquet", "b.parquet"]),
+        ("data.train_files=\"['a.parquet','b.parquet']\"", "data.train_files", ["a.parquet", "b.parquet"]),
+        ("data.train_files=['~/a.parquet', '~/b.parquet']", "data.train_files", ["~/a.parquet", "~/b.parquet"]),
+        ("trainer.logger='[\"console\",\"wandb\"]'", "trainer.logger", ["console", "wandb"]),
+        ("trainer.logger=console", "trainer.logger", ["console"]),
+        ("trainer.project_name='a b, c'", "trainer.project_name", "a b, c"),
+        ("data.truncation='left'", "data.truncation", "left"),
+        ("trainer.val_before_train=false", "trainer.val_before_train", False),
+        ("+data.apply_chat_template_kwargs.enable_thinking=False", "data.apply_chat_template_kwargs", {"enable_thinking": False}),
         ("data.train_files=~/data/a.parquet", "data.train_files", ["~/data/a.parquet"]),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=32", "actor_rollout_ref.rollout.engine_kwargs.vllm", {"x": 32}),
         ("reward.custom_reward_function.reward_kwargs={scale: 2}", "reward.custom_reward_function.reward_kwargs", {"scale": 2}),
@@ -76,9 +84,9 @@ MISTAKES = [
     ("data.train_bach_size=8", "data.train_bach_size is not a known key; the nearest is data.train_batch_size"),
     ("trainer.lr=1", "trainer.lr is not a known key; the nearest is critic.optim.lr or actor_rollout_ref.actor.optim.lr"),
     ("data.shuffle.now=1", "data.shuffle.now is not a known key"),
-    ("data.train_batch_size=many", "data.train_batch_size: Input should be a valid integer"),
-    ("data.train_batch_size=0", "data.train_batch_size: Input should be greater than or equal to 1"),
-    ("data.truncation=top", "data.truncation: Input should be 'error', 'left', 'right' or 'middle'"),
+    ("data.train_batch_size=many", "data.train_batch_size must be a valid integer; got 'many'"),
+    ("data.train_batch_size=0", "data.train_batch_size must be greater than or equal to 1"),
+    ("data.truncation=top", "data.truncation must be 'error', 'left', 'right' or 'middle'"),
     ("data.train_files=null", "data.train_files"),
     ("data.train_batch_size=30", "data.train_batch_size must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size"),
     ("actor_rollout_ref.rollout.n=1", "needs actor_rollout_ref.rollout.n >= 2, got 1"),
@@ -87,7 +95,7 @@ MISTAKES = [
     ("actor_rollout_ref.rollout.top_k=50", "training rollouts must sample from the whole distribution"),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.min_p=0.1", "changes the sampled distribution"),
     ("actor_rollout_ref.rollout.calculate_log_probs=False", "calculate_log_probs must be True"),
-    ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name: Input should be 'vllm'"),
+    ("actor_rollout_ref.rollout.name=sglang", "the engine sglang is not supported; write vllm"),
     ("actor_rollout_ref.rollout.max_model_len=100", "max_model_len must be at least"),
     ("actor_rollout_ref.rollout.response_length=9999", "response_length must be at most data.max_response_length"),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "must be a multiple of"),
@@ -96,14 +104,17 @@ MISTAKES = [
     ("actor_rollout_ref.rollout.multi_turn.enable=True", "needs a tool"),
     ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100", "must hold the longest sequence"),
     ("actor_rollout_ref.actor.use_dynamic_bsz=False", "a micro-batch needs a limit"),
-    ("actor_rollout_ref.actor.grad_clip=1.0", "write actor_rollout_ref.actor.optim.clip_grad"),
+    (
+        "actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.optim.clip_grad=1",
+        "actor_rollout_ref.actor.grad_clip=0.5 and actor_rollout_ref.actor.optim.clip_grad=1 are one option",
+    ),
     ("actor_rollout_ref.actor.clip_ratio_c=0.5", "actor_rollout_ref.actor.clip_ratio_c"),
     ("actor_rollout_ref.actor.loss_agg_mode=mean", "actor_rollout_ref.actor.loss_agg_mode"),
     ("actor_rollout_ref.actor.optim.betas=[0.9]", "actor_rollout_ref.actor.optim.betas"),
     ("actor_rollout_ref.actor.optim.lr_scheduler_type=step", "lr_scheduler_type"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=nonsense", "loss_mode"),
     ("actor_rollout_ref.actor.megatron.x=1", "Megatron is not supported"),
-    ("reward_model.enable=True", "it moved to reward.*"),
+    ("reward_model.enable=True", "it moved; write reward.reward_model.enable"),
     ("custom_reward_function.path=x.py", "write reward.custom_reward_function.path"),
     ("algorithm.adv_estimator=rlooo", "algorithm.adv_estimator must be one of grpo, grpo_passk, rloo"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "dro_beta belongs to loss_mode=dro"),
@@ -154,6 +165,7 @@ MISTAKES = [
         "reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=100000",
         "be at most reward.reward_kwargs.max_resp_len",
     ),
+    ("ray_kwargs.ray_init.address=auto ray_kwargs.ray_init.num_cpus=4", "joins a running cluster, which has its own resources"),
     ("trainer.logger=[console,fax]", "trainer.logger must name some of"),
     ("trainer.device=tpu", "trainer.device"),
     ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node"),
@@ -164,6 +176,11 @@ MISTAKES = [
     ("data.train_batch_size", "must have the form key=value"),
     ("trainer.logger=[console", "the overrides cannot be read"),
     ("--wrong", "options are --config-name"),
+    ("trainer.seed=1,2", "write --multirun for a run each, or trainer.seed=[…] for a list"),
+    ("~data.shuffle", "~key takes back what a run file gave"),
+    ("~data.shufle", "the nearest is data.shuffle"),
+    ("hydra.run.dir=/x", "a run's files go to trainer.default_local_dir"),
+    ("--config-name=ppo_megatron_trainer.yaml", "megatron is not supported"),
 ]
 
 
@@ -195,6 +212,65 @@ def test_a_preset_in_a_run_file_gives_way_to_its_neighbours(tmp_path: Path) -> N
     text = "algorithm:\n  rollout_correction:\n    preset: decoupled_seq_is\n    rollout_is_threshold: 7\n"
     correction = load_run_config(write_run_file(tmp_path, text)).algorithm.rollout_correction
     assert (correction.rollout_is, correction.weight_threshold().upper) == ("sequence", 7.0)
+
+
+VERLS_OWN_START = """
+hydra:
+  searchpath:
+    - file://verl/trainer/config
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  max_prompt_length: 99
+  return_raw_chat: True
+actor_rollout_ref:
+  rollout:
+    name: vllm
+    mode: async
+  actor:
+    grad_clip: 0.5
+"""
+
+
+@pytest.mark.filterwarnings("ignore:provider=hydra.searchpath")
+def test_a_run_file_of_verl(tmp_path: Path) -> None:
+    config = load_run_config(write_run_file(tmp_path, VERLS_OWN_START))
+    assert (config.data.max_prompt_length, config.actor_rollout_ref.actor.optim.clip_grad) == (99, 0.5)
+
+
+@pytest.mark.parametrize("option", [["--config-name=ppo_trainer"], ["--config-name", "ppo_trainer.yaml"], ["-cn", "ppo_trainer"]])
+def test_verls_own_file_is_what_the_defaults_are(option: list[str]) -> None:
+    assert load_run_config([*option, *VALID]) == load_run_config(VALID)
+
+
+@pytest.mark.parametrize("option", ["--config-path", "--config-dir", "-cp", "-cd"])
+def test_options_of_hydra_for_the_folder(option: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data:\n  max_prompt_length: 99\n")
+    assert load_run_config([f"{option}={tmp_path}", "-cn=run", *VALID]).data.max_prompt_length == 99
+
+
+def test_a_tilde_takes_back_what_a_run_file_gave(tmp_path: Path) -> None:
+    arguments = write_run_file(tmp_path, "data:\n  shuffle: false\n  max_prompt_length: 99\n")
+    assert load_run_config([*arguments, "~data.max_prompt_length"]).data.max_prompt_length == 512
+
+
+def test_a_sweep_runs_once_for_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.parquet", "val.parquet", "model"):
+        (tmp_path / name).mkdir() if name == "model" else (tmp_path / name).touch()
+    (tmp_path / "model" / "config.json").touch()
+    rules = f"{CORRECTION}.rollout_rs=token_k1,seq_mean_k3"
+    sweep = ["--multirun", *VALID, "+trainer.seed=1,2", rules, f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,0.01"]
+    monkeypatch.setattr(sys, "argv", ["verl_rc.main_ppo", "hydra.sweep.dir=sweeps", *sweep])
+    seen: list[tuple[int, int]] = []
+
+    def remember(config: RunConfig) -> None:
+        seen.append((config.trainer.seed, len(config.algorithm.rollout_correction.rejection_bounds())))
+
+    run_with_config(RunConfig, remember, "verl_rc.main_ppo")
+    assert seen == [(1, 2), (2, 2)]
+    assert (tmp_path / "sweeps").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.run import Run
 from verl_rc.driver.sample import SampledBatch, sample_batch
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.ledger import LedgerError
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
@@ -139,6 +140,12 @@ def test_what_is_left_over_is_dropped_and_counted() -> None:
     batch = sample_batch(cast(Run, run), [prompt(5), prompt(6)], step=1, epoch=0, record=record)
     assert [row.row_index for row in batch.prompts] == [5]
     assert record.metrics()["training/filter_groups/discarded_surplus_samples"] == 2
+    with pytest.raises(LedgerError, match="of the step's 6 sampled tokens"):  # the batch of 3 is not trained on yet
+        record.ledger.close()
+    record.ledger.book({"trained": batch.num_tokens})
+    books = record.ledger.close()
+    assert [books[f"ledger/{name}_tokens"] for name in ("trained", "filtered", "surplus")] == [3, 0, 3]
+    assert [books[f"ledger/prompts_{name}"] for name in ("in_batch", "filtered", "surplus")] == [1, 0, 1]
 
 
 def test_another_metric_filters_other_prompts() -> None:

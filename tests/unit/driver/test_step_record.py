@@ -4,6 +4,7 @@ import pytest
 
 from verl_rc.driver.step_record import StepRecord, StepTokens
 from verl_rc.metrics import Metric, check_names
+from verl_rc.ppo.ledger import LedgerError
 
 
 class Recorder:
@@ -32,6 +33,23 @@ def test_throughput_counts_the_devices_of_all_pools() -> None:
     assert metrics["perf/throughput"] == pytest.approx(40 / (metrics["timing_s/step"] * 2))
     assert 0 <= metrics["perf/overhead_fraction"] <= 1
     check_names(metrics)
+
+
+def test_only_tokens_trained_on_are_useful() -> None:
+    record = StepRecord()
+    record.count_tokens(10, 40, num_devices=2)
+    record.ledger.book({"trained": 6, "rejected": 4})
+    metrics = record.metrics()
+    assert metrics["perf/useful_tokens_per_second"] == pytest.approx(6 / metrics["timing_s/step"])
+    check_names(metrics)
+
+
+def test_a_step_whose_books_do_not_balance_is_not_logged() -> None:
+    record, recorder = StepRecord(), Recorder()
+    record.ledger.sampled(tokens=10)
+    with pytest.raises(LedgerError, match="10 sampled tokens"):
+        record.log(recorder, 3)  # type: ignore[arg-type]
+    assert recorder.metrics == {}
 
 
 def test_everything_reaches_the_tracker() -> None:

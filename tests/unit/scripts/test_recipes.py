@@ -1,58 +1,139 @@
-"""Every recipe is a valid configuration: what its shell passes to Python loads, also with a further override."""
+"""Every recipe is a valid configuration, does what it is called after, and sets nothing that has no effect."""
 
-import os
 import re
-import stat
 import subprocess
-from pathlib import Path
 
 import pytest
+from recipe_arguments import RECIPES, ROOT, arguments_of
 
 from verl_rc.config.load import load_run_config
+from verl_rc.report.explain import plan_text
 
-ROOT = Path(__file__).parents[3]
-RECIPES = sorted((ROOT / "recipes").glob("*.sh"))
+FOR_GPUS = [recipe for recipe in RECIPES if re.search(r"\dgpu\.sh$", recipe.name)]
+CORRECTION = "algorithm.rollout_correction"
+ACTOR = "actor_rollout_ref.actor"
+
+MEANT = {
+    "math_qwen2.5_7b_token_is_8gpu": {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0},
+    "math_qwen2.5_7b_seq_is_rs_8gpu": {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_rs": "seq_sum_k1"},
+    "math_qwen2.5_7b_multi_rs_8gpu": {
+        f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k2",
+        f"{CORRECTION}.rollout_rs_threshold": "0.6_1.6,2.5",
+        f"{CORRECTION}.loss_type": "ppo_clip",
+    },
+    "math_qwen2.5_7b_geo_rs_8gpu": {
+        f"{CORRECTION}.rollout_is": "token",
+        f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+        f"{CORRECTION}.rollout_rs_threshold": "0.99_1.01",
+    },
+    "math_qwen2.5_7b_bypass_pg_8gpu": {
+        f"{CORRECTION}.bypass_mode": True,
+        f"{CORRECTION}.loss_type": "reinforce",
+        "algorithm.adv_estimator": "rloo",
+    },
+    "math_qwen3_8b_gspo_8gpu": {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.clip_ratio_high": 4e-4},
+    "math_qwen3_8b_cispo_8gpu": {f"{ACTOR}.policy_loss.loss_mode": "cispo", f"{ACTOR}.clip_ratio_high": 5.0},
+    "math_qwen2.5_7b_rloo_8gpu": {"algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True},
+    "math_qwen2.5_7b_reinforce_plus_plus_8gpu": {"algorithm.adv_estimator": "reinforce_plus_plus"},
+    "math_qwen2.5_7b_dr_grpo_8gpu": {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
+        f"{ACTOR}.loss_scale_factor": 4096,
+    },
+    "ppo_qwen2.5_32b_token_is_4x8gpu": {
+        "algorithm.adv_estimator": "gae",
+        f"{CORRECTION}.rollout_is": "token",
+        f"{CORRECTION}.rollout_is_threshold": 10.0,
+        "num_ranks": 32,
+        "num_engines": 8,
+        "needs_critic": True,
+    },
+    "dapo_qwen2.5_32b_rollout_corr_16x8gpu": {
+        "algorithm.filter_groups.enable": True,
+        f"{ACTOR}.clip_ratio_high": 0.28,
+        f"{CORRECTION}.rollout_is": "sequence",
+        f"{CORRECTION}.rollout_rs_threshold": "0.99_1.01",
+        "reward.reward_kwargs.overlong_buffer_cfg.len": 4096,
+        "num_ranks": 128,
+        "num_engines": 32,
+    },
+}
+"""What recipes for GPUs must come to, by the method they are named after."""
 
 
-@pytest.fixture
-def given_arguments(tmp_path):
-    """Runs a recipe with a Python that only writes its arguments down, and returns them."""
-    record, stub = tmp_path / "arguments", tmp_path / "python"
-    stub.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" > "$ARGUMENTS_FILE"\n')
-    stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
-
-    def run(recipe, *further, **settings):
-        environment = {"PATH": os.environ["PATH"], "PYTHON": str(stub), "ARGUMENTS_FILE": str(record), **settings}
-        subprocess.run(["bash", str(recipe), *further], env=environment, cwd=tmp_path, check=True)
-        return record.read_text().split("\0")[:-1]
-
-    return run
+@pytest.fixture(scope="module")
+def configs():
+    return {recipe.name.removesuffix(".sh"): load_run_config(arguments_of(recipe)[2:]) for recipe in RECIPES}
 
 
 def test_there_are_recipes():
     assert {"quickstart_digits_cpu.sh", "gsm8k_qwen2.5_0.5b_1gpu.sh"} <= {path.name for path in RECIPES}
+    assert set(MEANT) == {path.name.removesuffix(".sh") for path in FOR_GPUS} - {"gsm8k_qwen2.5_0.5b_1gpu"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_is_a_valid_configuration(recipe, given_arguments):
-    flag, module, *overrides = given_arguments(recipe)
-    assert (flag, module) == ("-m", "verl_rc.main_ppo")
-    load_run_config(overrides)
+def test_a_recipe_is_a_valid_configuration(recipe, configs):
+    assert arguments_of(recipe)[:2] == ["-m", "verl_rc.main_ppo"]
+    assert recipe.name.removesuffix(".sh") in configs
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_settings_and_further_overrides_arrive(recipe, given_arguments):
+def test_settings_and_further_overrides_arrive(recipe):
     settings = {"MODEL_PATH": "/models/a b", "DATA_DIR": "/data", "RUN_DIR": "/runs/1", "SEED": "7"}
-    overrides = given_arguments(recipe, "trainer.total_training_steps=3", **settings)[2:]
+    overrides = arguments_of(recipe, "trainer.total_training_steps=3", **settings)[2:]
     config = load_run_config(overrides)
     assert config.actor_rollout_ref.model.path == "/models/a b"
     assert config.data.train_files == ["/data/train.parquet"]
     assert (config.trainer.default_local_dir, config.trainer.seed, config.trainer.total_training_steps) == ("/runs/1", 7, 3)
 
 
-def test_the_gsm8k_recipe_makes_four_updates_of_512_samples(given_arguments):
-    overrides = given_arguments(ROOT / "recipes" / "gsm8k_qwen2.5_0.5b_1gpu.sh")[2:]
-    config = load_run_config(overrides)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_nothing_that_a_recipe_sets_is_without_effect(recipe, configs):
+    assert "Set, and without effect" not in plan_text(configs[recipe.name.removesuffix(".sh")])
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_recipe_for_gpus_trains_what_it_is_called_after(name, configs):
+    config = configs[name]
+    for key, expected in MEANT[name].items():
+        value = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert (str(value) if isinstance(expected, str) else value) == expected, key
+    assert config.trainer.device == "cuda"
+
+
+def test_recipes_write_to_folders_and_names_of_their_own(configs):
+    for names in (
+        [config.trainer.default_local_dir for config in configs.values()],
+        [(config.trainer.project_name, config.trainer.experiment_name) for config in configs.values()],
+    ):
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda path: path.name)
+def test_the_head_says_what_is_needed_and_what_to_expect(recipe):
+    head = recipe.read_text().split("set -euo pipefail")[0]
+    assert "# Hardware" in head
+    if recipe.name != "gsm8k_qwen2.5_0.5b_1gpu.sh":
+        assert "# Method: " in head
+        assert "# Expect: " in head
+        assert "ever run here." in " ".join(head.replace("#", "").split())
+
+
+def test_several_nodes_join_a_running_cluster(configs):
+    for name, config in configs.items():
+        assert (config.ray_kwargs.ray_init.address == "auto") == (config.trainer.nnodes > 1), name
+
+
+@pytest.mark.parametrize("name", ["ppo_qwen2.5_32b_token_is_4x8gpu", "dapo_qwen2.5_32b_rollout_corr_16x8gpu"])
+def test_the_number_of_nodes_is_a_setting(name):
+    assert load_run_config(arguments_of(ROOT / "recipes" / f"{name}.sh", NNODES="2")[2:]).num_ranks == 16
+
+
+def test_the_gsm8k_recipe_makes_four_updates_of_512_samples(configs):
+    config = configs["gsm8k_qwen2.5_0.5b_1gpu"]
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert config.data.train_batch_size // actor.ppo_mini_batch_size == 4
     assert actor.ppo_mini_batch_size * rollout.n == 512
@@ -60,14 +141,28 @@ def test_the_gsm8k_recipe_makes_four_updates_of_512_samples(given_arguments):
     assert (config.trainer.device, config.num_ranks, config.num_engines) == ("cuda", 1, 1)
 
 
-def test_the_gsm8k_recipe_fits_a_smaller_gpu_as_its_header_says(given_arguments):
-    recipe = ROOT / "recipes" / "gsm8k_qwen2.5_0.5b_1gpu.sh"
-    smaller = re.search(r"24 GiB of GPU memory pass\n# (.*)\.\n", recipe.read_text())[1].split()
-    actor_rollout = load_run_config(given_arguments(recipe, *smaller)[2:]).actor_rollout_ref
-    assert (actor_rollout.actor.ppo_max_token_len_per_gpu, actor_rollout.rollout.gpu_memory_utilization) == (4096, 0.35)
+@pytest.mark.parametrize(
+    ("name", "room", "expected"),
+    [
+        ("gsm8k_qwen2.5_0.5b_1gpu.sh", "24 GiB of GPU memory", (4096, 0.35)),
+        ("math_qwen2.5_7b_token_is_8gpu.sh", "40 GB a GPU", (6144, 0.5)),
+    ],
+)
+def test_a_recipe_fits_smaller_gpus_as_its_head_says(name, room, expected):
+    recipe = ROOT / "recipes" / name
+    smaller = re.search(rf"{room} pass\n# (.*)\.\n", recipe.read_text())[1].split()
+    actor_rollout = load_run_config(arguments_of(recipe, *smaller)[2:]).actor_rollout_ref
+    assert (actor_rollout.actor.ppo_max_token_len_per_gpu, actor_rollout.rollout.gpu_memory_utilization) == expected
 
 
-def test_a_recipe_with_a_wrong_key_would_be_caught(given_arguments):
-    overrides = given_arguments(RECIPES[0], "actor_rollout_ref.rollout.no_such_key=1")[2:]
+def test_a_recipe_with_a_wrong_key_would_be_caught():
+    overrides = arguments_of(RECIPES[0], "actor_rollout_ref.rollout.no_such_key=1")[2:]
     with pytest.raises(ValueError, match="no_such_key is not a known key"):
         load_run_config(overrides)
+
+
+def test_a_recipe_that_fails_would_be_noticed(tmp_path):
+    broken = tmp_path / "broken.sh"
+    broken.write_text("set -euo pipefail\nfalse\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        arguments_of(broken)

@@ -10,6 +10,7 @@ from weight_borrowers import CPU, copied_tensors, expected_parts, linear_stack
 from verl_rc.weight_sync.manifest import tensor_digest
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import copy_bucket
+from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
 
 @pytest.fixture
@@ -55,3 +56,29 @@ def test_an_offer_follows_the_weights(sender: WeightSender) -> None:
         for parameter in sender._weights._model.parameters():
             parameter.fill_(3.0)
     assert set(copy_bucket(sender.offer(1, share=True), CPU).tolist()) == {3.0}
+
+
+def test_a_broken_group_is_left_but_gathering_goes_on_to_the_end(sender: WeightSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, gathered = [], []
+    gather = sender._weights.gather
+
+    def broadcast(group: str, _: torch.Tensor) -> None:
+        sent.append(group)
+        if group == "of the dead":
+            raise TransferBrokenError("gone")
+
+    def counted(name: str) -> torch.Tensor:
+        gathered.append(name)
+        return gather(name)
+
+    monkeypatch.setattr("verl_rc.weight_sync.sender.broadcast_from_sender", broadcast)
+    monkeypatch.setattr(sender._weights, "gather", counted)
+    sender._group = "of the dead"
+    with pytest.raises(TransferBrokenError, match="gone"):
+        sender.send()
+    assert sent == ["of the dead"]  # the others notice that the sender has left
+    assert sender._group is None
+    assert gathered == list(sender.manifest.names)  # what the other ranks wait for
+    sender._group = "of the living"
+    assert set(sender.send().digests) == set(sender.manifest.names)
+    assert sent == ["of the dead", "of the living", "of the living"]

@@ -1,6 +1,6 @@
 """Every metric name a run may report: unit, formula, healthy range, who reports it. Each room has its own file."""
 
-from verl_rc.metrics.catalog import batch, learning, rollout_corr, sync, time, validation
+from verl_rc.metrics.catalog import accounting, batch, learning, rollout_corr, sync, time, validation
 from verl_rc.metrics.catalog.lookup import Catalog
 from verl_rc.metrics.catalog.spec import MetricSpec
 
@@ -9,6 +9,7 @@ ROOMS: dict[str, tuple[MetricSpec, ...]] = {
     "Weight sync": sync.SPECS,
     "Learning": learning.SPECS,
     "Samples and training": batch.SPECS,
+    "Books and alarms": accounting.SPECS,
     "Validation": validation.SPECS,
     "Time and memory": time.SPECS,
 }

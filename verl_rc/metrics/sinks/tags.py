@@ -56,7 +56,7 @@ def _correction(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     """A section below ``config``, empty when it is not there."""
+    section: Any = config
     for name in names:
-        inner = config.get(name)
-        config = inner if isinstance(inner, Mapping) else {}
-    return config
+        section = section[name] if isinstance(section, Mapping) and name in section else {}
+    return section if isinstance(section, Mapping) else {}

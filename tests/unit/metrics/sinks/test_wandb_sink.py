@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import pytest
 
@@ -15,7 +16,7 @@ _BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
 
 
 def records_of(path):
-    """The records of a ``.wandb`` file: a log in blocks of 32 KiB; a record is whole (kind 1) or in parts (2, 3, and 4 the last)."""
+    """The records of a ``.wandb`` file, a log in blocks of 32 KiB: a record is whole (kind 1) or in parts (2, 3 and, last, 4)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, position, parts = path.read_bytes(), _FILE_HEADER, []
@@ -31,52 +32,60 @@ def records_of(path):
             parts = []
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(wandb, "login", lambda **_: False)
+def written(folder, run_id):
+    """All records of a run that was closed, once W&B's own process has written the last one."""
+    (run_folder,) = (folder / "wandb").glob("offline-run-*")
+    assert run_folder.name.endswith(run_id)
+    for _ in range(200):
+        records = list(records_of(run_folder / f"run-{run_id}.wandb"))
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            return records
+        time.sleep(0.1)
+    raise AssertionError("the run has no end: an upload would take it for one that still runs")
 
 
-def run_file(tmp_path, tracker):
-    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert folder.name.endswith(tracker.run_id)
-    return folder / f"run-{tracker.run_id}.wandb"
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """What a run of four steps, logged without credentials, wrote into its folder."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_MODE", "WANDB_API_KEY"):
+            patch.delenv(name, raising=False)
+        patch.setattr(wandb, "login", lambda **_: False)
+        tracker = open_tracker(["wandb"], "project", "experiment", folder, CONFIG, total_steps=4)
+        for step, accuracy in enumerate([0.2, 0.6, 0.6, 0.4], 1):
+            validation = {"val-core/digits/acc/mean@1": accuracy, "val-aux/digits/reward/mean@1": accuracy}
+            tracker.log({"actor/lr": 0.5, **validation}, step=step)
+        tracker.log_table("val/generations", ["input"], [["a"]], step=4)
+        tracker.log_histogram("log_ratio", list(range(1002)), [1] * 1001, step=4)
+        tracker.alert("title", "first\nsecond", step=4)
+        tracker.close()
+        return written(folder, tracker.run_id)
 
 
-def test_an_offline_run_in_the_run_folder_holds_all_that_wandb_sync_uploads(tmp_path, offline):
-    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path, CONFIG, total_steps=3)
-    for step, accuracy in enumerate([0.2, 0.6, 0.4], 1):
-        tracker.log({"actor/lr": 0.5, "val-core/digits/acc/mean@1": accuracy}, step=step)
-    tracker.log_table("val/generations", ["input"], [["a"]], step=3)
-    tracker.log_histogram("log_ratio", list(range(1002)), [1] * 1001, step=3)
-    tracker.alert("title", "first\nsecond", step=3)
-    tracker.close()
+def of_kind(records, kind):
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
 
-    records = list(records_of(run_file(tmp_path, tracker)))
-    kinds = [record.WhichOneof("record_type") for record in records]
-    assert "exit" in kinds  # complete: an upload takes it for a finished run
-    (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"][:1]
+
+def test_an_offline_run_has_project_name_tags_and_the_whole_configuration(records):
+    run = of_kind(records, "run")[0]
     assert (run.project, run.display_name) == ("project", "experiment")
-    assert {"grpo", "decoupled", "is-token"} == set(run.tags)
+    assert set(run.tags) == {"grpo", "decoupled", "is-token"}
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["algorithm"] == CONFIG["algorithm"]
-    history = [item for record in records for item in record.history.item]
-    logged = {item.nested_key[0] if item.nested_key else item.key for item in history}
-    assert {"actor/lr", "val/generations", "log_ratio"} <= logged
-    (alert,) = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
-    assert (alert.title, alert.text, alert.level) == ("title", "step 3\nfirst\nsecond", "WARN")
+    assert config["trainer"] == CONFIG["trainer"]
 
 
-def test_the_summary_keeps_the_best_validation_and_its_step(tmp_path, offline):
-    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path, CONFIG, total_steps=4)
-    for step, accuracy in enumerate([0.2, 0.6, 0.6, 0.4], 1):
-        tracker.log({"val-core/digits/acc/mean@1": accuracy, "val-aux/digits/reward/mean@1": accuracy}, step=step)
-    tracker.close()
-    summary = {}
-    for record in records_of(run_file(tmp_path, tracker)):
-        for item in record.summary.update:
-            summary["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+def test_metrics_tables_histograms_and_alerts_are_in_it(records):
+    items = [item for history in of_kind(records, "history") for item in history.item]
+    assert {"actor/lr", "val/generations", "log_ratio"} <= {item.nested_key[0] if item.nested_key else item.key for item in items}
+    (alert,) = of_kind(records, "alert")
+    assert (alert.title, alert.text, alert.level) == ("title", "step 4\nfirst\nsecond", "WARN")
+
+
+def test_the_summary_keeps_the_best_validation_and_its_step(records):
+    updates = [item for summary in of_kind(records, "summary") for item in summary.update]
+    summary = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in updates}
     assert summary["best/digits/acc/mean@1"] == 0.6
     assert summary["best/digits/acc/mean@1/step"] == 2
     assert not [name for name in summary if name.startswith("best/") and "reward" in name]

@@ -77,6 +77,10 @@ def test_nodes_agree_with_the_driver_about_rays_settings(checkout, script, monke
     assert {name: environ[name] for name in wanted} == wanted
 
 
+def test_jobs_that_are_stopped_have_time_to_save(checkout):
+    assert int(run(checkout, "start_head.sh")[1]["RAY_JOB_STOP_WAIT_TIME_S"]) > 600
+
+
 def test_a_choice_of_authentication_is_kept(checkout):
     assert run(checkout, "start_worker.sh", "10.0.0.1:6379", RAY_AUTH_MODE="token")[1]["RAY_AUTH_MODE"] == "token"
 
@@ -117,7 +121,7 @@ def test_keys_are_not_passed_on(checkout):
     [
         ("start_worker.sh", [], "say where the head is: bash scripts/cluster/start_worker.sh HEAD_ADDRESS:6379"),
         ("submit.sh", [], "say which recipe"),
-        ("submit.sh", ["recipes/ghost.sh"], "there is no recipe recipes/ghost.sh"),
+        ("submit.sh", ["recipes/ghost"], "there is no recipe recipes/ghost"),
     ],
 )
 def test_what_is_missing_is_said(checkout, script, arguments, message):

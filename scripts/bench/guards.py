@@ -1,0 +1,78 @@
+"""What the ledger and the guards cost: processor time per step, for batches of three sizes.
+
+Fingerprints are taken twice a step (when the samples arrive and before the update), the books are kept and closed, the reward is
+watched. The share is that of a step of one second on one core.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from verl_rc.data.batches import TokenBatch
+from verl_rc.data.fingerprint import fingerprints, require_sampled_tokens
+from verl_rc.ppo.ledger import Ledger, fates_in_update
+from verl_rc.ppo.reward_watch import RewardWatch
+
+SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096))
+"""Rows, prompt tokens, response tokens."""
+
+
+def tokens_of(rows: int, prompt: int, response: int) -> tuple[TokenBatch, torch.Tensor]:
+    """Random tokens and lengths, and their response mask."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, response + 1, (rows,), generator=generator)
+    tokens = TokenBatch(
+        prompts=torch.randint(0, 150_000, (rows, prompt), generator=generator),
+        prompt_lengths=torch.randint(1, prompt + 1, (rows,), generator=generator),
+        responses=torch.randint(0, 150_000, (rows, response), generator=generator),
+        response_lengths=lengths,
+        batch_size=[rows],
+    )
+    return tokens, torch.arange(response) < lengths[:, None]
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
+    """Processor time of one call: other processes on the machine do not count."""
+    work()
+    started = time.process_time()
+    for _ in range(repeats):
+        work()
+    return 1000 * (time.process_time() - started) / repeats
+
+
+def books(mask: torch.Tensor) -> None:
+    """Everything that the ledger does in a step with eight mini-batches."""
+    ledger, count = Ledger(), int(mask.sum())
+    ledger.sampled(count, prompts=len(mask) // 8)
+    ledger.book({"rejected": int((mask & ~mask).sum())})
+    parts = [count // 8] * 7 + [count - 7 * (count // 8)]
+    ledger.book(fates_in_update(parts, parts, [1.0] * 8, epochs=1))
+    ledger.book_prompts({"in_batch": len(mask) // 8})
+    ledger.close()
+
+
+def costs_of(rows: int, prompt: int, response: int) -> list[float]:
+    """Milliseconds of each part."""
+    tokens, mask = tokens_of(rows, prompt, response)
+    expected, scores, watch = fingerprints(tokens, mask), torch.rand(rows), RewardWatch(5, 0.5)
+    return [
+        milliseconds(lambda: fingerprints(tokens, mask)),
+        milliseconds(lambda: require_sampled_tokens(expected, tokens, mask)),
+        milliseconds(lambda: books(mask)),
+        milliseconds(lambda: watch.observe(scores)),
+    ]
+
+
+def main() -> None:
+    """Print one line per size."""
+    torch.set_num_threads(1)
+    print(f"{'rows x (prompt + response)':>28} {'fingerprints':>13} {'check':>9} {'ledger':>9} {'reward':>9} {'of 1 s':>9}")
+    for rows, prompt, response in SIZES:
+        costs = costs_of(rows, prompt, response)
+        shown = " ".join(f"{cost:>6.2f} ms" for cost in costs)
+        print(f"{f'{rows} x ({prompt} + {response})':>28} {'':>4}{shown} {sum(costs) / 10:>7.2f} %")
+
+
+if __name__ == "__main__":
+    main()

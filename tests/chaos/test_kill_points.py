@@ -1,0 +1,150 @@
+"""kill -9 at points spread over driver, trainer rank and engine, over a step and over a save: what is resumed equals what never
+died, to the last bit.
+
+One run lives many times: each life goes on from the newest checkpoint and ends at the next point. Run by hand, all in order:
+``pytest tests/chaos/test_kill_points.py -m slow -v``; results are in docs/experiment_log.md.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from compared_runs import differences, prompts_in_order
+from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
+CHECKPOINTS, STORE = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store"
+RECORD, STATE = "verl_rc.driver.step_record", "verl_rc.checkpoint.run_state"
+
+
+@dataclass(frozen=True)
+class Life:
+    """One process start, and where it ends."""
+
+    victim: str
+    function: str
+    call: int
+    when: str
+    gain: int
+    """Steps that it commits."""
+
+    def __str__(self) -> str:
+        return f"{self.victim}-{self.function.rpartition('.')[2]}-{self.call}-{self.when}"
+
+
+LIVES = (
+    Life("driver", f"{STAGES}:generate", 1, "0.02", 0),
+    Life("actor", f"{STAGES}:update_actor", 2, "0.05", 1),
+    Life("driver", f"{CHECKPOINTS}:write", 1, "0.02", 0),
+    Life("actor", f"{CHECKPOINTS}:write", 1, "0.02", 0),
+    Life("driver", f"{STORE}:_sync_tree", 1, "after", 0),
+    Life("driver", f"{STORE}:CheckpointStore._write_latest", 1, "before", 1),
+    Life("actor", f"{WEIGHTS}:publish", 2, "0.005", 0),
+    Life("driver", f"{STAGES}:update_actor", 1, "0.05", 0),
+    Life("driver", f"{CHECKPOINTS}:commit", 1, "before", 0),
+    Life("driver", f"{TRAIN}:validate", 2, "0.02", 1),
+    Life("actor", f"{STAGES}:evaluate", 1, "0.02", 0),
+    Life("driver", f"{STATE}:RunState.save", 1, "before", 0),
+    Life("driver", f"{WEIGHTS}:publish", 2, "0.01", 0),
+    Life("driver", f"{CHECKPOINTS}:commit", 1, "after", 1),
+    Life("driver", f"{RECORD}:StepRecord.log", 1, "before", 0),
+    Life("driver", f"{STAGES}:score", 1, "before", 0),
+    Life("actor", f"{TRAIN}:sample_batch", 1, "before", 0),
+    Life("driver", f"{CHECKPOINTS}:restore", 1, "before", 0),
+    Life("driver", f"{STAGES}:dump_rollouts", 1, "after", 0),
+    Life("driver", f"{STORE}:CheckpointStore.begin", 1, "after", 0),
+)
+ENGINE_LOSSES = (
+    ("SIGSTOP", f"{STAGES}:generate", "1", "0.02"),
+    ("SIGKILL", f"{WEIGHTS}:publish", "2", "0.005"),
+    ("SIGSTOP", f"{WEIGHTS}:publish", "3", "before"),
+    ("SIGKILL", f"{TRAIN}:validate", "3", "0.02"),
+    ("SIGKILL", f"{STAGES}:update_actor", "4", "0.05"),
+    ("SIGKILL", f"{CHECKPOINTS}:write", "5", "before"),
+)
+
+
+def train(overrides: list[str], *disturbances: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(ROOT / "tests" / "disturbed_run.py"), *disturbances, "--", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+
+
+def committed(folder: Path) -> list[int]:
+    numbers = [path.name.removeprefix("global_step_") for path in folder.glob("global_step_*")]
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chaos")
+    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def overrides(task: dict[str, Path], folder: Path) -> list[str]:
+    return [
+        *(item for item in run_overrides(task, folder) if not item.startswith(("trainer.default", "trainer.rollout_data_dir"))),
+        f"reward.custom_reward_function.path={folder / 'reward.py'}",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.shuffle=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.sync_proof.canary_freq=0",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+    ]
+
+
+def of_folder(folder: Path) -> list[str]:
+    return [f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder / 'rollouts'}"]
+
+
+@pytest.fixture(scope="module")
+def whole_run(overrides: list[str], folder: Path) -> Path:
+    result = train([*overrides, *of_folder(folder / "whole")])
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder / "whole"
+
+
+@pytest.mark.parametrize("life", LIVES, ids=str)
+def test_a_life_that_ends_leaves_only_what_never_died_would_have(
+    life: Life, overrides: list[str], folder: Path, whole_run: Path
+) -> None:
+    lives = folder / "lives"
+    done = len(committed(lives)) + life.gain
+    result = train([*overrides, *of_folder(lives)], life.victim, "SIGKILL", life.function, str(life.call), life.when)
+    assert f"disturbance: SIGKILL to the {life.victim}" in result.stderr
+    if life.victim == "driver":
+        assert result.returncode == -9, result.stderr[-3000:]
+    else:
+        assert result.returncode == 1, result.stderr[-3000:]
+        assert "actor rank 0 died while it was to" in result.stderr.strip().rpartition("Error: ")[2], result.stderr[-3000:]
+    assert committed(lives) == list(range(1, done + 1))
+    assert differences(whole_run, lives, done) == []
+
+
+def test_the_last_life_ends_as_the_run_that_never_died(overrides: list[str], folder: Path, whole_run: Path) -> None:
+    lives = folder / "lives"
+    result = train([*overrides, *of_folder(lives)])
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert differences(whole_run, lives, STEPS) == []
+    prompts = prompts_in_order(lives, STEPS)
+    assert prompts == prompts_in_order(whole_run, STEPS)
+    assert len(set(prompts)) == len(prompts) == 4 * STEPS
+
+
+def test_engines_that_are_lost_change_nothing(overrides: list[str], folder: Path, whole_run: Path) -> None:
+    words = [word for loss in ENGINE_LOSSES for word in ("engine", *loss)]
+    result = train([*overrides, *of_folder(folder / "engines"), "actor_rollout_ref.rollout.engine_timeout_seconds=20"], *words)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stderr.count("disturbance: ") == len(ENGINE_LOSSES)
+    assert differences(whole_run, folder / "engines", STEPS) == []

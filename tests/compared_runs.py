@@ -1,0 +1,68 @@
+"""Comparing what two runs left behind, to the last bit: weights, optimizer, run state, metrics, samples."""
+
+import json
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from verl_rc.checkpoint.shard_folder import read_metadata
+
+NOT_OF_THE_TRAINING = ("timing_", "perf/", "sync/canary", "recovery/")
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder of shards: weights and the optimizer's moments."""
+    saved = read_metadata(folder).state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in saved.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, checkpoint_id=str(folder), no_dist=True)
+    return tensors
+
+
+def metric_lines(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Every line of ``metrics.jsonl`` by step, timings apart; a step that was repeated has several."""
+    lines = defaultdict(list)
+    for text in (folder / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        lines[line["step"]].append({name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)})
+    return lines
+
+
+def differences(whole: Path, other: Path, last_step: int) -> list[str]:
+    """In what ``other`` differs from ``whole`` up to ``last_step``, as far as it got; both keep a checkpoint of every step."""
+    found = []
+    for step in range(1, last_step + 1):
+        one, two = whole / f"global_step_{step}", other / f"global_step_{step}"
+        expected, given = saved_tensors(one / "actor"), saved_tensors(two / "actor")
+        if expected.keys() != given.keys():
+            found.append(f"step {step}: names of tensors")
+        found += [f"step {step}: {name}" for name in expected if not torch.equal(expected[name], given[name])]
+        states = [json.loads((folder / "run_state.json").read_text()) for folder in (one, two)]
+        for key in ("step", "control", "gap_limits", "skipped_in_a_row"):
+            if states[0][key] != states[1][key]:
+                found.append(f"step {step}: {key} of the run state")
+        loaders = [torch.load(folder / "data.pt", weights_only=True) for folder in (one, two)]
+        if str(loaders[0]) != str(loaders[1]):
+            found.append(f"step {step}: state of the prompt loader")
+        samples = [(folder / "rollouts" / f"{step}.jsonl").read_bytes() for folder in (whole, other)]
+        if samples[0] != samples[1]:
+            found.append(f"step {step}: prompts or samples")
+    lines, whole_lines = metric_lines(other), metric_lines(whole)
+    for step in range(1, last_step + 1):
+        found += [f"step {step}: metrics" for line in lines[step] or [{}] if line != whole_lines[step][0]]
+    return found
+
+
+def prompts_in_order(folder: Path, last_step: int) -> list[str]:
+    """The prompts that were trained on, step by step, each once for its samples."""
+    prompts: list[str] = []
+    for step in range(1, last_step + 1):
+        lines = (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+        prompts += dict.fromkeys(json.dumps(json.loads(line)["input"]) for line in lines)
+    return prompts

@@ -1,0 +1,63 @@
+"""A placement that the cluster can never give fails at once, before anything is reserved; Ray is a table."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from small_models import small_run_config
+
+from verl_rc.cluster import placement
+from verl_rc.cluster.placement import plan_placement
+from verl_rc.cluster.remote import RemoteError
+from verl_rc.config.errors import ConfigError
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """One node with these resources; nothing may be reserved."""
+    resources = {"CPU": 4.0}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: pytest.fail("something was reserved"))
+    return resources
+
+
+def test_too_few_gpus(cluster: dict[str, float], tmp_path: Path) -> None:
+    cluster["GPU"] = 1.0
+    config = small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2")
+    with pytest.raises(ConfigError, match=r"2 GPUs are needed.* the cluster has 1 on 1 nodes"):
+        plan_placement(config)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_too_few_nodes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.nnodes=2 nodes are needed, the cluster has 1"):
+        plan_placement(small_run_config(tmp_path, "trainer.nnodes=2"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_too_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.os, "cpu_count", lambda: 1)
+    with pytest.raises(ConfigError, match="this machine has 1 cores"):
+        plan_placement(small_run_config(tmp_path, "trainer.n_gpus_per_node=2"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_places_that_others_hold_are_waited_for_as_long_as_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    class Group:
+        def ready(self) -> "Group":
+            return self
+
+    def wait(groups: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        waited.append(timeout)
+        return [], groups
+
+    monkeypatch.setattr(placement, "placement_group", lambda *_, **__: Group())
+    monkeypatch.setattr(ray, "wait", wait)
+    with pytest.raises(RemoteError, match=r"found no free place within 7 s.*1 CPU.*trainer.ready_timeout_seconds"):
+        plan_placement(small_run_config(tmp_path, "trainer.ready_timeout_seconds=7"))
+    assert waited == [7.0]

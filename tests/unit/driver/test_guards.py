@@ -1,0 +1,131 @@
+"""What the guards let pass, what they leave out, and how they end a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from small_models import small_run_config
+
+from verl_rc.data.batches import TokenBatch, TrainBatch
+from verl_rc.data.fingerprint import TokensChangedError, fingerprints
+from verl_rc.driver import guards
+from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
+from verl_rc.driver.run import Run
+from verl_rc.driver.sample import SampledBatch
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.reward_watch import RewardWatch
+
+BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.alerts: list[tuple[str, int]] = []
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        self.alerts.append((title, step))
+
+
+def make_run(*overrides: str) -> Any:
+    config = small_run_config(Path("unused"), *overrides, "trainer.alerts.reward_window=1")
+    watch = RewardWatch(1, config.trainer.alerts.reward_drop)
+    return SimpleNamespace(config=config, tracker=Tracker(), stop=StopRequest(), reward_watch=watch)
+
+
+def make_batch() -> TrainBatch:
+    """Three rows of 1, 2 and 3 sampled tokens; the second one's last is a tool's."""
+    lengths = torch.tensor([1, 2, 3])
+    mask = torch.arange(3) < lengths[:, None]
+    tokens = TokenBatch(
+        prompts=torch.tensor([[0, 1], [1, 2], [0, 3]]),
+        prompt_lengths=torch.tensor([1, 2, 1]),
+        responses=torch.where(mask, 7, 0),
+        response_lengths=lengths,
+        batch_size=[3],
+    )
+    mask[1, 1] = False
+    zeros = torch.zeros(3, 3)
+    return TrainBatch(
+        tokens=tokens,
+        response_mask=mask,
+        loss_mask=mask,
+        old_log_probs=zeros,
+        rollout_log_probs=zeros,
+        advantages=zeros,
+        returns=zeros,
+        batch_size=[3],
+    )
+
+
+def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | None = 0.01) -> tuple[bool, StepRecord]:
+    record, sampled = StepRecord(), make_batch()
+    if k3_kl is not None:
+        record.add({guards.MISMATCH_METRIC: k3_kl})
+    numbers = fingerprints(sampled.tokens, sampled.response_mask)
+    parts = SimpleNamespace(
+        rollouts=SimpleNamespace(fingerprints=numbers), scored=SimpleNamespace(scores=torch.tensor(list(scores)))
+    )
+    return guards.may_train(cast(Run, run), cast(SampledBatch, parts), batch, record, step=3), record
+
+
+def test_a_healthy_step_trains() -> None:
+    run = make_run()
+    wanted, record = look(run, make_batch(), [1.0, 1.0, 1.0])
+    assert wanted
+    assert [record.value(f"alerts/{name}") for name in ("mismatch", "reward_collapse", "withheld_updates")] == [0, 0, 0]
+    assert run.tracker.alerts == []
+
+
+def test_a_changed_token_ends_the_run() -> None:
+    batch = make_batch()
+    batch.tokens.responses[1, 1] = 8
+    with pytest.raises(TokensChangedError, match=r"1 of 3 rows have changed .*\[1\]"):
+        look(make_run(), batch, [1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("action", "trains", "stops"), [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)]
+)
+@pytest.mark.parametrize("cause", ["mismatch", "reward_collapse"])
+def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stops: bool) -> None:
+    run = make_run(f"trainer.alerts.{cause}={action}", "trainer.alerts.mismatch_limit=0.2")
+    assert look(run, make_batch(), [1.0, 1.0, 1.0])[0]
+    is_mismatch = cause == "mismatch"
+    wanted, record = look(run, make_batch(), [1.0] * 3 if is_mismatch else [0.0] * 3, 0.3 if is_mismatch else 0.1)
+    assert wanted is trains
+    assert record.value(f"alerts/{cause}") == 1
+    assert record.value("alerts/withheld_updates") == (not trains)
+    assert [step for _, step in run.tracker.alerts] == [3]
+    assert run.stop.came is stops
+    if stops:
+        with pytest.raises(StoppedByAlertError, match="at step 3"):
+            run.stop.obey()
+    else:
+        run.stop.obey()
+
+
+@pytest.mark.parametrize(("limit", "k3_kl", "alarm"), [("null", 99.0, False), ("0.2", float("nan"), True), ("0.2", None, False)])
+def test_limits_and_missing_numbers(limit: str, k3_kl: float | None, alarm: bool) -> None:
+    record = look(make_run(f"trainer.alerts.mismatch_limit={limit}"), make_batch(), [1.0] * 3, k3_kl)[1]
+    assert record.value("alerts/mismatch") == alarm
+
+
+def test_in_bypass_mode_the_mismatch_is_judged_after_the_update() -> None:
+    run = make_run(BYPASS, "trainer.alerts.mismatch=save_and_stop", "trainer.alerts.mismatch_limit=0.2")
+    wanted, record = look(run, make_batch(), [1.0] * 3, k3_kl=None)
+    assert wanted
+    assert record.value("alerts/mismatch") is None
+    record.add({guards.MISMATCH_METRIC: 0.5})
+    guards.after_update(cast(Run, run), record, step=3)
+    assert record.value("alerts/mismatch") == 1
+    assert run.stop.came
+
+
+def test_a_withheld_batch_is_booked() -> None:
+    record = StepRecord()
+    record.ledger.sampled(tokens=5)
+    guards.withhold(make_batch(), record)
+    assert record.ledger.close()["ledger/withheld_tokens"] == 5

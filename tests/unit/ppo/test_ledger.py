@@ -1,0 +1,75 @@
+"""A step closes when every sampled token has exactly one account, and says so when one is lost or counted twice."""
+
+import math
+
+import pytest
+
+from verl_rc.metrics.catalog import accounting
+from verl_rc.ppo.ledger import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS, Ledger, LedgerError, fates_in_update
+
+
+def balanced() -> Ledger:
+    ledger = Ledger()
+    ledger.sampled(tokens=60, prompts=4)
+    ledger.sampled(tokens=40, prompts=2)
+    ledger.book({"filtered": 20, "surplus": 10})
+    ledger.book({"rejected": 5})
+    ledger.book({"trained": 50, "nonfinite": 15, "rejected": 0})
+    ledger.book_prompts({"in_batch": 3, "filtered": 2, "surplus": 1})
+    return ledger
+
+
+def test_a_balanced_step_tells_every_account() -> None:
+    metrics = balanced().close()
+    assert metrics["ledger/sampled_tokens"] == 100
+    assert [metrics[f"ledger/{name}_tokens"] for name in ("trained", "rejected", "nonfinite", "withheld")] == [50, 5, 15, 0]
+    assert metrics["ledger/prompts_sampled"] == 6
+    assert set(metrics) == {spec.name for spec in accounting.SPECS if spec.name.startswith("ledger/")}
+    assert len(metrics) == len(TOKEN_ACCOUNTS) + len(PROMPT_ACCOUNTS) + 2
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_token_lost_or_booked_twice_does_not_close(change: int) -> None:
+    ledger = balanced()
+    ledger.sampled(tokens=2)
+    ledger.book({"trained": 2 + change})
+    with pytest.raises(LedgerError, match=rf"every one of the step's 102 sampled tokens .* but {102 + change} are"):
+        ledger.close()
+
+
+def test_a_lost_prompt_does_not_close() -> None:
+    ledger = balanced()
+    ledger.sampled(tokens=0, prompts=1)
+    with pytest.raises(LedgerError, match="the step's 7 sampled prompts"):
+        ledger.close()
+
+
+def test_a_record_without_rollouts_has_no_books() -> None:
+    assert Ledger().close() == {}
+
+
+@pytest.mark.parametrize("entries", [{"eaten": 1}, {"trained": -1}])
+def test_only_known_accounts_and_counts(entries: dict[str, int]) -> None:
+    with pytest.raises(LedgerError, match="must be booked as numbers >= 0"):
+        Ledger().book(entries)
+
+
+def test_fates_follow_gradient_norms_of_mini_batches_that_kept_something() -> None:
+    fates = fates_in_update([10, 20, 30, 40], [10, 0, 25, 40], [1.0, math.nan, 3.0], epochs=1)
+    assert fates == {"trained": 10 + 40, "rejected": 20 + 5, "nonfinite": 25}
+
+
+def test_later_epochs_book_nothing() -> None:
+    assert fates_in_update([10, 20] * 3, [10, 15, 9, 20, 0, 0], [1.0, 1.0, math.inf, 1.0], epochs=3) == {
+        "trained": 25,
+        "rejected": 5,
+        "nonfinite": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("planned", "kept", "norms"), [([1, 2], [1], [1.0]), ([1, 2], [1, 2], [1.0]), ([1, 2], [0, 2], [1.0, 1.0])]
+)
+def test_counts_that_do_not_belong_together(planned: list[int], kept: list[int], norms: list[float]) -> None:
+    with pytest.raises(LedgerError, match="1 epochs of 2 mini-batches"):
+        fates_in_update(planned, kept, norms, epochs=1)

@@ -1,0 +1,22 @@
+"""docs/presets.md says what the presets are."""
+
+from generate_preset_docs import PAGE, fields_in_words, render
+
+from verl_rc.config.rollout_correction import PRESETS
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text(encoding="utf-8") == render(), "run: python scripts/generate_preset_docs.py"
+
+
+def test_every_preset_has_one_row():
+    rows = [line for line in render().splitlines() if line.startswith("| `")]
+    assert sorted(row.split("`")[1] for row in rows) == sorted(PRESETS)
+
+
+def test_fields_are_those_that_decide_something():
+    assert fields_in_words("disabled") == "none"
+    assert fields_in_words("decoupled_k3_rs") == "`rollout_rs=seq_mean_k3 rollout_rs_threshold=0.01`"
+    assert fields_in_words("icepop") == "`rollout_is=token rollout_is_threshold=0.5_5.0`"
+    words = fields_in_words("bypass_pg_is").strip("`").split()
+    assert set(words) == {"rollout_is=sequence", "rollout_is_threshold=2.0", "bypass_mode=True", "loss_type=reinforce"}

@@ -1,0 +1,106 @@
+"""Where every token went that was sampled for training: each ends in exactly one account, or the step does not close."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+TOKEN_ACCOUNTS = {
+    "trained": "in the loss of an optimizer step that was taken",
+    "rejected": "left out by rollout correction",
+    "nonfinite": "in an optimizer step that was left out because its gradient was not finite",
+    "withheld": "in a batch that the actor did not train on: critic warm-up, or an alert with the action skip",
+    "filtered": "of prompts whose samples tell nothing (algorithm.filter_groups)",
+    "surplus": "of prompts beyond data.train_batch_size after filtering",
+    "baseline": "of greedy responses that serve as a baseline only (remax)",
+}
+"""Every account of tokens and what is booked to it."""
+PROMPT_ACCOUNTS = {
+    "in_batch": "that the step's batch consists of",
+    "filtered": "whose samples tell nothing (algorithm.filter_groups)",
+    "surplus": "beyond data.train_batch_size after filtering",
+}
+"""Every account of prompts."""
+
+
+class LedgerError(RuntimeError):
+    """Tokens or prompts of a step are unaccounted for, or were counted twice."""
+
+
+class Ledger:
+    """The books of one step: what was sampled for training, and what became of it.
+
+    Tokens count that the policy sampled (tool tokens do not) and that reached the driver: those of an engine that died on the
+    way do not exist, and their request is issued again.
+    """
+
+    def __init__(self) -> None:
+        self._sampled: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._prompts: Counter[str] = Counter()
+
+    def sampled(self, tokens: int, prompts: int = 0) -> None:
+        """Take in what came from the engines."""
+        self._sampled.update(tokens=tokens, prompts=prompts)
+
+    def book(self, tokens: Mapping[str, int]) -> None:
+        """Tokens by account. Raises ``LedgerError`` for an unknown account or a negative number."""
+        _check_entries(tokens, TOKEN_ACCOUNTS, "tokens")
+        self._tokens.update(tokens)
+
+    def book_prompts(self, prompts: Mapping[str, int]) -> None:
+        """Prompts by account. Raises ``LedgerError`` for an unknown account or a negative number."""
+        _check_entries(prompts, PROMPT_ACCOUNTS, "prompts")
+        self._prompts.update(prompts)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens in the loss of optimizer steps that were taken."""
+        return self._tokens["trained"]
+
+    def close(self) -> dict[str, float]:
+        """``ledger/*`` of the step; nothing when nothing was sampled. Raises ``LedgerError`` when the books do not balance."""
+        for what, booked in (("tokens", self._tokens), ("prompts", self._prompts)):
+            if self._sampled[what] != booked.total():
+                raise LedgerError(
+                    f"every one of the step's {self._sampled[what]} sampled {what} must be booked to exactly one account, but "
+                    f"{booked.total()} are: {dict(booked)}. Some were lost or used twice between engine and update."
+                )
+        if not self._sampled.total():
+            return {}
+        metrics = {f"ledger/{account}_tokens": float(self._tokens[account]) for account in TOKEN_ACCOUNTS}
+        metrics |= {f"ledger/prompts_{account}": float(self._prompts[account]) for account in PROMPT_ACCOUNTS}
+        return {
+            "ledger/sampled_tokens": float(self._sampled["tokens"]),
+            "ledger/prompts_sampled": float(self._sampled["prompts"]),
+            **metrics,
+        }
+
+
+def fates_in_update(
+    planned_tokens: Sequence[int], kept_tokens: Sequence[int], grad_norms: Iterable[float], epochs: int
+) -> dict[str, int]:
+    """What an update did with the tokens it was given: ``trained``, ``rejected`` (bypass mode) and ``nonfinite``.
+
+    For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and the gradient norm
+    of every optimizer step that was not skipped. A token's fate is that of its first epoch; later ones train on it again.
+    Raises ``LedgerError`` when the counts do not belong together.
+    """
+    norms = list(grad_norms)
+    if len(planned_tokens) != len(kept_tokens) or len(kept_tokens) % epochs or len(norms) != sum(k > 0 for k in kept_tokens):
+        raise LedgerError(
+            f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of kept tokens, and a "
+            f"gradient norm for every one that kept any; got {len(norms)} norms and the counts {list(kept_tokens)}."
+        )
+    fates, remaining = Counter({"trained": 0, "rejected": 0, "nonfinite": 0}), iter(norms)
+    first = len(kept_tokens) // epochs
+    for planned, kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
+        fates["rejected"] += planned - kept
+        if kept:
+            fates["trained" if math.isfinite(next(remaining)) else "nonfinite"] += kept
+    return dict(fates)
+
+
+def _check_entries(entries: Mapping[str, int], accounts: Mapping[str, str], what: str) -> None:
+    wrong = {account: count for account, count in entries.items() if account not in accounts or count < 0}
+    if wrong:
+        raise LedgerError(f"{what} must be booked as numbers >= 0 to {', '.join(accounts)}; got {wrong}.")
