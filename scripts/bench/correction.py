@@ -99,7 +99,7 @@ def peak_bytes(candidate: Candidate) -> int:
     return peak
 
 
-def print_table(rows: int, length: int, rounds: int, *, with_verl: bool) -> None:
+def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: bool) -> None:
     """One line for each case."""
     inputs = Inputs.random(rows, length)
     read, plain = seconds_in_turns([inputs.read, inputs.plain_weights], 2 * rounds)
@@ -110,7 +110,7 @@ def print_table(rows: int, length: int, rounds: int, *, with_verl: bool) -> None
     for name, fields in CASES.items():
         candidates = [ours(inputs, fields, "core"), ours(inputs, fields, "full")]
         candidates += [theirs(inputs, fields)] if with_verl else []
-        core, full, *verl = seconds_in_turns(candidates, rounds)
+        core, full, *verl = seconds_in_turns(candidates, rounds, cold=cold)
         peaks = [f"{peak_bytes(candidate) / inputs.train.nbytes:.2f}" for candidate in candidates]
         compared = [f"{verl[0]:.3f}", f"{verl[0] / core:.1f}", f"{verl[0] / full:.1f}"] if verl else ["", "", ""]
         cells = [name, f"{core:.3f}", f"{full:.3f}", f"{core / read:.1f}", *compared, *peaks, *([] if verl else [""])]
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--verl", help="folder that verl was installed to")
     parser.add_argument("--shape", action="append", help="ROWSxLENGTH, several times")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="give free memory back to the system before every call")
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -131,7 +132,7 @@ def main() -> None:
         sys.path.append(given.verl)
     for shape in given.shape or ["512x4096", "256x8192"]:
         rows, length = map(int, shape.split("x"))
-        print_table(rows, length, given.rounds, with_verl=given.verl is not None)
+        print_table(rows, length, given.rounds, with_verl=given.verl is not None, cold=given.cold)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_the_resolved_configuration_loads_back(finished_run: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def compute_score(**kwargs):\n    raise KeyError('no such answer')\n", "while the reward function scored row"),
+        ("def compute_score(**kwargs):\n    raise KeyError('no such answer')\n", "the reward function raised KeyError"),
         ("def compute_score(**kwargs):\n    return 'good'\n", "must be a finite number, got 'good'"),
     ],
 )
