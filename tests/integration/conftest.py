@@ -1,4 +1,4 @@
-"""A tiny model and task on disk, and one real run (Ray, an fp32 vLLM engine, an FSDP2 rank) for the whole session."""
+"""A tiny model and task on disk, and one real run (Ray, an fp32 vLLM engine, an FSDP2 rank) for a module."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +20,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_task(tmp_path_factory.mktemp("task"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A real run whose workers can be told to go wrong."""
+    """A real run whose workers can be told to go wrong. Ray is in this process while it lasts, so it ends with the module."""
     config = load_run_config(run_overrides(task, tmp_path_factory.mktemp("faulty")))
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")

@@ -3,7 +3,6 @@
 from verl_rc.config.trainer import AlertAction
 from verl_rc.data.batches import TrainBatch
 from verl_rc.data.fingerprint import require_sampled_tokens
-from verl_rc.driver.announce import say
 from verl_rc.driver.run import Run
 from verl_rc.driver.sample import SampledBatch
 from verl_rc.driver.step_record import StepRecord
@@ -61,7 +60,6 @@ def _act(run: Run, action: AlertAction, title: str, text: str, step: int) -> boo
         "skip": "this step's updates are left out; the engines get the weights anew and empty caches",
         "save_and_stop": "the run is saved and ends",
     }[action]
-    say("ALERT at step %d: %s: %s; %s", step, title, text, consequence)
     run.tracker.alert(title, f"{text}; {consequence}", step)
     if action == "save_and_stop":
         run.stop.ask(f"{title} at step {step}: {text}")
