@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def report():
     """What ``tests/two_nodes.py`` says about each of its cases."""
     settings = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # a test that ran Ray in this process has kept it to the loopback interface
+    settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # tests that ran Ray here kept it to the loopback interface
     command = [sys.executable, str(ROOT / "tests" / "two_nodes.py")]
     result = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
