@@ -7,6 +7,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
+from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.trainer import RayInitConfig
 
 _OBJECT_STORE_BYTES = 512 << 20
@@ -24,6 +25,7 @@ def start_ray_in_background(config: RayInitConfig, processes: int) -> "Future[No
 
 def start_ray(config: RayInitConfig, processes: int) -> None:
     """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``processes``."""
+    WATCHDOG.forget_all()
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
     address, loopback_only = options.pop("address", None), options.pop("loopback_only")
     _listen_on_loopback(address is None and loopback_only)

@@ -61,6 +61,10 @@ class Watchdog:
         """Watch a process as long as somebody holds it."""
         self._processes.add(process)
 
+    def forget_all(self) -> None:
+        """Watch none of those known so far: a new Ray session begins, and it cannot be asked for processes of an earlier one."""
+        self._processes.clear()
+
     def report(self, calls: Sequence[tuple[Watched, str]], silent: Sequence[Watched], seconds: float, limit_key: str) -> str:
         """Look into the ``silent`` ones of the processes that were to answer ``calls``, write that down, and sum it up."""
         findings = look_into(silent)
