@@ -12,3 +12,8 @@ for name, value in {
     "WANDB_MODE": "offline",
 }.items():
     os.environ.setdefault(name, value)
+
+from hypothesis import settings  # noqa: E402  (after the environment)
+
+settings.register_profile("verl_rc", deadline=None)  # a busy machine is no defect of the code under test
+settings.load_profile("verl_rc")

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from verl_rc.config.errors import shortened
+
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _SHAPES = "a number such as 2.0, a band such as 0.5_5.0, or a mapping such as {lower: 0.5, upper: 5.0}"
 
@@ -23,6 +25,11 @@ class Threshold:
         """The lower bound of a ratio: the given one, else ``1 / upper``."""
         return 1.0 / self.upper if self.lower is None else self.lower
 
+    @property
+    def keeps_one(self) -> bool:
+        """Whether a ratio of 1 is within bounds."""
+        return self.upper >= 1.0 and (self.lower is None or self.lower <= 1.0)
+
     def __str__(self) -> str:
         return repr(self.upper) if self.lower is None else f"{self.lower!r}_{self.upper!r}"
 
@@ -34,11 +41,13 @@ def parse_threshold(value: object, key: str) -> Threshold:
     """
     numbers = [_number(bound, value, key) for bound in _bounds(value, key)]
     if not 1 <= len(numbers) <= 2:
-        raise ValueError(f"{key} must be {_SHAPES}; got {value!r}")
+        raise ValueError(f"{key} must be {_SHAPES}; got {shortened(repr(value))}")
     if any(not math.isfinite(number) or number <= 0 for number in numbers):
-        raise ValueError(f"{key} must be finite and > 0; got {value!r}")
+        raise ValueError(f"{key} must be finite and > 0; got {shortened(repr(value))}")
     if len(numbers) == 2 and numbers[0] > numbers[1]:
-        raise ValueError(f"{key} must have lower <= upper; got {value!r}, did you mean {numbers[1]!r}_{numbers[0]!r}?")
+        raise ValueError(
+            f"{key} must have lower <= upper; got {shortened(repr(value))}, did you mean {numbers[1]!r}_{numbers[0]!r}?"
+        )
     return Threshold(numbers[-1], numbers[0] if len(numbers) == 2 else None)
 
 
@@ -67,4 +76,4 @@ def _number(bound: object, value: object, key: str) -> float:
         return float(bound)
     if isinstance(bound, (int, float)) and not isinstance(bound, bool):
         return float(bound)
-    raise ValueError(f"{key} must be {_SHAPES}; got {value!r}")
+    raise ValueError(f"{key} must be {_SHAPES}; got {shortened(repr(value))}")

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from verl_rc.correction.log_ratio import LogRatio, true_per_row
-from verl_rc.correction.rejection import masked_by_sign, row_statistic, vetoed_rows
+from verl_rc.correction.log_ratio import LogRatio, holds, row_sum, true_per_row
+from verl_rc.correction.rejection import TokenDecision, row_statistic, vetoed_rows
 from verl_rc.correction.resolved import ResolvedCorrection
 from verl_rc.correction.rows import Columns, real_rows
 
@@ -12,31 +12,25 @@ LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 """Upper edges, in response tokens and inclusive, of the length buckets; the last bucket has none."""
 
 
-def accounting_columns(ratio: LogRatio, keep: Tensor, resolved: ResolvedCorrection, advantages: Tensor | None) -> Columns:
+def accounting_columns(
+    ratio: LogRatio, decision: TokenDecision, resolved: ResolvedCorrection, advantages: Tensor | None
+) -> Columns:
     """Response tokens the token rules keep; with full diagnostics also by sign of the advantage and by single rule."""
-    columns = {"token_kept": true_per_row(ratio.response_mask & keep)}
-    by_sign, opsm = None, resolved.config.rollout_opsm_threshold
-    if opsm is not None and advantages is not None:
-        by_sign = masked_by_sign(ratio, opsm, advantages)
-        columns["opsm"] = true_per_row(by_sign)
+    kept = ratio.response_mask if decision.keep is None else ratio.response_mask & decision.keep
+    columns = {"token_kept": true_per_row(kept)}
+    if "opsm" in decision.rejected:
+        columns["opsm"] = row_sum(decision.rejected["opsm"])
     if not resolved.full:
         return columns
     for sign, compare in (("positive", torch.gt), ("negative", torch.lt)):
         where = None if advantages is None else ratio.response_mask & compare(advantages, 0)
         columns[f"{sign}.tokens"] = torch.zeros_like(ratio.tokens) if where is None else true_per_row(where)
-        columns[f"{sign}.kept"] = torch.zeros_like(ratio.tokens) if where is None else true_per_row(where & keep)
-    rejected = {
-        bounded.name: ratio.valid & ~bounded.accepts(ratio.divergence(bounded.rule.divergence))
-        for bounded in resolved.rules
-        if bounded.rule.is_per_token
-    }
-    if by_sign is not None:
-        rejected["opsm"] = by_sign
+        columns[f"{sign}.kept"] = torch.zeros_like(ratio.tokens) if where is None else true_per_row(where & kept)
+    rejected = decision.rejected
     if len(rejected) > 1:
-        alone = torch.stack(list(rejected.values())).sum(dim=0, dtype=torch.uint8) == 1
-        rejected = {name: where & alone for name, where in rejected.items()}
-    columns |= {f"rule.{name}.alone": true_per_row(where) for name, where in rejected.items()}
-    return columns
+        alone = holds(torch.eq, torch.stack(list(rejected.values())).sum(dim=0), 1.0)
+        rejected = {name: where * alone for name, where in rejected.items()}
+    return columns | {f"rule.{name}.alone": row_sum(where) for name, where in rejected.items()}
 
 
 def accounting_sums(columns: Columns, kept_rows: Tensor, resolved: ResolvedCorrection, scores: Tensor | None) -> Columns:

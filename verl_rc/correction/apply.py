@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction.chunks import row_chunks
+from verl_rc.correction.chunks import RowChunk, RowChunks
 from verl_rc.correction.context import RowContext, group_slots, newest_version
 from verl_rc.correction.diagnostics import SMALLEST_NORMALISER
 from verl_rc.correction.finite import require_finite
 from verl_rc.correction.importance import weighted_tokens
 from verl_rc.correction.log_ratio import LogRatio, check_shapes, log_ratio, true_per_row
-from verl_rc.correction.measure import Sweep, decide_tokens, token_level_weights
-from verl_rc.correction.rejection import row_keep
+from verl_rc.correction.measure import Sweep, token_level_weights
+from verl_rc.correction.rejection import decide_tokens, row_keep
 from verl_rc.correction.resolved import ResolvedCorrection
-from verl_rc.correction.rows import Columns, TokenWeights, concatenate, deciding_columns
+from verl_rc.correction.rows import Columns, TokenWeights, deciding_columns, join
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.correction.weight_statistics import row_level_weights
 
@@ -72,18 +72,18 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     if context.policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(context.policy_versions, response_mask))
     outputs = _Outputs(train_log_probs, rollout_log_probs, resolved)
-    sweep = Sweep(resolved)
     with torch.no_grad():
-        for rows in row_chunks(train_log_probs):
-            ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-            chunk = context.rows(rows)
-            keep = decide_tokens(ratio, resolved, chunk.advantages)
-            sweep.add(ratio, keep, chunk)
+        sweep = Sweep(resolved, RowChunks.of(response_mask))
+        for chunk in sweep.chunks:
+            ratio = log_ratio(chunk.of(train_log_probs), chunk.of(rollout_log_probs), chunk.of(response_mask))
+            facts = context.of(chunk)
+            decision = decide_tokens(ratio, resolved.rules, resolved.config, facts.advantages)
+            sweep.add(ratio, decision, facts)
             weights = token_level_weights(ratio, resolved)
             if weights is not None:
                 sweep.add_weights(ratio, weights)
-            outputs.write(rows, ratio, keep, weights)
-            del ratio, weights  # else two chunks' temporaries live side by side
+            outputs.write(chunk, ratio, decision.keep, weights)
+            del ratio, weights, decision  # else two chunks' temporaries live side by side
         statistics = sweep.statistics(context)
         rejected = outputs.finish(sweep.columns(), statistics)
     if resolved.config.nonfinite_logprob == "raise":
@@ -109,15 +109,17 @@ def apply(
     outputs = _Outputs(train_log_probs, rollout_log_probs, resolved)
     parts: list[Columns] = []
     with torch.no_grad():
-        for rows in row_chunks(train_log_probs):
-            ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-            keep = decide_tokens(ratio, resolved, None if advantages is None else advantages[rows])
+        chunks = RowChunks.of(response_mask)
+        for chunk in chunks:
+            ratio = log_ratio(chunk.of(train_log_probs), chunk.of(rollout_log_probs), chunk.of(response_mask))
+            of_chunk = None if advantages is None else chunk.of(advantages)
+            keep = decide_tokens(ratio, resolved.rules, resolved.config, of_chunk).keep
             columns = deciding_columns(ratio, resolved.rules, resolved.config)
-            columns["token_kept"] = true_per_row(ratio.response_mask & keep)
+            columns["token_kept"] = true_per_row(ratio.response_mask if keep is None else ratio.response_mask & keep)
             parts.append(columns)
-            outputs.write(rows, ratio, keep, token_level_weights(ratio, resolved))
+            outputs.write(chunk, ratio, keep, token_level_weights(ratio, resolved))
             del ratio  # else two chunks' temporaries live side by side
-        outputs.finish(concatenate(parts), statistics)
+        outputs.finish(join(parts, chunks), statistics)
     return outputs.weights, outputs.keep
 
 
@@ -129,21 +131,22 @@ class _Outputs:
         dtype = torch.promote_types(torch.promote_types(train_log_probs.dtype, rollout_log_probs.dtype), torch.float32)
         shape, device = train_log_probs.shape, train_log_probs.device
         has_weights = resolved.threshold is not None
-        self.weights = torch.empty(shape, dtype=dtype, device=device) if has_weights else None
-        self.keep = torch.empty(shape, dtype=torch.bool, device=device)
+        self.weights = torch.zeros(shape, dtype=dtype, device=device) if has_weights else None
+        self.keep = torch.ones(shape, dtype=torch.bool, device=device)
 
-    def write(self, rows: slice, ratio: LogRatio, keep: Tensor, weights: TokenWeights | None) -> None:
+    def write(self, chunk: RowChunk, ratio: LogRatio, keep: Tensor | None, weights: TokenWeights | None) -> None:
         """Token-level weights (or where a row's weight belongs) and the token rules' verdict."""
-        self.keep[rows] = keep
+        if keep is not None:
+            chunk.write(keep, self.keep)
         if self.weights is not None:
-            weighted = weighted_tokens(ratio, self._resolved.config)
-            self.weights[rows] = weighted if weights is None else weights.applied * weighted
+            written = weighted_tokens(ratio, self._resolved.config) if weights is None else weights.written
+            chunk.write(written.to(self.weights.dtype), self.weights)
 
     def finish(self, columns: Columns, statistics: CorrectionStatistics) -> Tensor:
         """Apply what holds for whole rows, and the batch's normaliser; returns the rejected rows, bool ``[B]``."""
         resolved = self._resolved
         kept_rows = row_keep(columns, resolved.rules, resolved.config)
-        self.keep &= kept_rows[:, None]
+        self.keep.view(torch.uint8).mul_(kept_rows.view(torch.uint8)[:, None])  # bytes: a CPU is slow with bools
         if self.weights is not None:
             scale = torch.ones_like(columns["tokens"])
             if resolved.has_row_weights:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_rc.correction.chunks import row_chunks
+from verl_rc.correction.chunks import RowChunk, RowChunks
 
 NUM_AGES = 5
 """Token ages are told apart up to ``NUM_AGES - 1`` updates, which stands for all older ones too."""
@@ -30,12 +30,12 @@ class RowContext:
     scores: Tensor | None = None
     """``[B]``: outcome scores; above 0 is correct."""
 
-    def rows(self, where: slice) -> "RowContext":
+    def of(self, chunk: RowChunk) -> "RowContext":
         """The token-level facts of some rows."""
         return RowContext(
-            policy_versions=None if self.policy_versions is None else self.policy_versions[where],
+            policy_versions=None if self.policy_versions is None else chunk.of(self.policy_versions),
             current_version=self.current_version,
-            advantages=None if self.advantages is None else self.advantages[where],
+            advantages=None if self.advantages is None else chunk.of(self.advantages),
         )
 
     def ages(self, response_mask: Tensor) -> Tensor | None:
@@ -63,9 +63,9 @@ def newest_version(policy_versions: Tensor, response_mask: Tensor) -> Tensor:
     """The newest version among the response tokens, an int64 scalar still on its device."""
     lowest = torch.iinfo(torch.int64).min
     newest = torch.full((), lowest, dtype=torch.int64, device=policy_versions.device)
-    for rows in row_chunks(response_mask):
-        mask = response_mask[rows].bool()
-        seen = torch.where(mask, _per_token(policy_versions[rows], mask), lowest)
+    for chunk in RowChunks.of(response_mask):
+        mask = chunk.of(response_mask).bool()
+        seen = torch.where(mask, _per_token(chunk.of(policy_versions), mask), lowest)
         newest = torch.maximum(newest, seen.amax()) if seen.numel() else newest
     return newest
 

@@ -5,18 +5,16 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, as_numbers
+from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, holds
 
 
-def token_weights(ratio: LogRatio, level: str) -> Tensor:
-    """Raw weights, float64 ``[B, T]``, of the levels at which every token has its own: ``token`` and ``prefix``.
+def token_log_weights(ratio: LogRatio, config: RolloutCorrectionConfig) -> Tensor:
+    """Logarithms of raw weights, unbounded, ``[B, T]``, of the levels at which every token has its own: ``token``, ``prefix``.
 
-    token: ``rho_t = exp(l_t)``, which corrects the action but not the states; prefix: ``exp(sum_{s<=t} l_s)``, which
-    corrects both (per-decision importance sampling: Precup, Sutton and Singh 2000). Log-weights are bounded by ±20.
+    token: ``l_t``, which corrects the action but not the states; prefix: ``sum_{s<=t} l_s`` in float64, which corrects both
+    (per-decision importance sampling: Precup, Sutton and Singh 2000). A token that is not valid counts like a ratio of 1.
     """
-    if level == "token":
-        return ratio.excess + 1.0
-    return ratio.values.cumsum(dim=-1, dtype=torch.float64).clamp_(-SAFETY_BOUND, SAFETY_BOUND).exp_()
+    return ratio.values if config.rollout_is == "token" else ratio.values.cumsum(dim=-1, dtype=torch.float64)
 
 
 def row_weights(row_sums: Tensor, tokens: Tensor, level: str) -> Tensor:
@@ -26,7 +24,11 @@ def row_weights(row_sums: Tensor, tokens: Tensor, level: str) -> Tensor:
     unbiased ratio of whole responses; geometric: ``exp(mean_t l_t)``, which does not grow with length. Log-weights are
     bounded by ±20.
     """
-    logs = row_sums if level == "sequence" else row_sums / tokens.clamp_min(1.0)
+    return bounded_exp(row_sums if level == "sequence" else row_sums / tokens.clamp_min(1.0))
+
+
+def bounded_exp(logs: Tensor) -> Tensor:
+    """Weights from their logarithms, which are bounded by ±20; any shape."""
     return logs.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
 
 
@@ -37,10 +39,22 @@ def bounded_weights(weights: Tensor, threshold: Threshold) -> Tensor:
     """
     if threshold.lower is None:
         return weights.clamp_max(threshold.upper)
-    inside = (weights >= threshold.lower) & (weights <= threshold.upper)
-    return torch.where(inside, weights, 0.0)
+    return _within(weights, threshold.lower, threshold.upper).mul_(weights)
+
+
+def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
+    """``bounded_weights(w) - 1`` from ``w - 1``, exact near 0."""
+    if threshold.lower is None:
+        return excess.clamp_max(threshold.upper - 1.0)
+    inside = _within(excess, threshold.lower - 1.0, threshold.upper - 1.0)
+    return torch.addcmul(inside - 1.0, inside, excess)
+
+
+def _within(values: Tensor, lower: float, upper: float) -> Tensor:
+    """1 where ``lower <= values <= upper``, else 0."""
+    return holds(torch.ge, values, lower).mul_(holds(torch.le, values, upper))
 
 
 def weighted_tokens(ratio: LogRatio, config: RolloutCorrectionConfig) -> Tensor:
     """1 for tokens with a weight, else 0, ``[B, T]``: the valid ones, or all of the response if ``nonfinite_logprob=neutral``."""
-    return as_numbers(ratio.response_mask, ratio.values.dtype) if config.nonfinite_logprob == "neutral" else ratio.ones
+    return ratio.response if config.nonfinite_logprob == "neutral" else ratio.ones

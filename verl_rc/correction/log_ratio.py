@@ -18,59 +18,66 @@ PROBABILITY_MARGIN = 1e-8
 class LogRatio:
     """``l = log pi_train - log pi_rollout`` of some rows, and what is derived from it; what is dear to compute is kept.
 
-    Everything ``[B, T]`` is finite, and 0 where ``valid`` is False: plain sums over it are masked sums. Differences, bounds and
+    Everything ``[B, T]`` is finite, and 0 where no token is valid: plain sums over it are masked sums. Differences, bounds and
     counts have the precision of the log-probs (float32 at least), exponentials and sums are float64. Selecting by a mask costs
     a CPU several times what arithmetic does, so masks take part as numbers.
     """
 
     values: Tensor
     """``[B, T]``, nats, unbounded."""
-    valid: Tensor
-    """bool ``[B, T]``: response tokens with two finite log-probs."""
+    ones: Tensor
+    """``[B, T]``: 1 for ``valid`` tokens, response tokens with two finite log-probs, and 0 elsewhere."""
     response_mask: Tensor
     """bool ``[B, T]``: tokens the policy produced."""
+    response: Tensor
+    """The same as numbers, ``[B, T]``."""
     train_log_probs: Tensor
-    """``[B, T]``, nats, as they were given: anything may stand where ``valid`` is False."""
+    """``[B, T]``, nats, as they were given: anything may stand where no token is valid."""
 
     @property
     def train(self) -> Tensor:
         """Log-probs of the valid tokens under the train policy, ``[B, T]``, nats."""
-        return zeroed(self.train_log_probs.to(self.values.dtype), self.valid)
+        return finite(self.train_log_probs.to(self.values.dtype)).mul_(self.ones)
 
-    @cached_property
-    def ones(self) -> Tensor:
-        """``valid`` as numbers, ``[B, T]``."""
-        return as_numbers(self.valid, self.values.dtype)
+    @property
+    def valid(self) -> Tensor:
+        """bool ``[B, T]``: response tokens with two finite log-probs."""
+        return self.ones.bool()
 
     @cached_property
     def _exclusion(self) -> Tensor:
         """0 for valid tokens and -inf elsewhere, ``[B, T]``: added to something, it leaves its maxima to valid tokens."""
         return 1.0 - self.ones.reciprocal()
 
-    @property
+    @cached_property
     def bounded(self) -> Tensor:
         """Token log-ratios within ±``SAFETY_BOUND``, ``[B, T]``."""
         return self.values.clamp(-SAFETY_BOUND, SAFETY_BOUND)
 
     @cached_property
+    def precise(self) -> Tensor:
+        """``bounded`` in float64, ``[B, T]``."""
+        return self.bounded.double()
+
+    @cached_property
     def excess(self) -> Tensor:
         """``rho - 1 = exp(bounded l) - 1``, float64 ``[B, T]``, exact near 0."""
-        return torch.expm1(self.bounded.double())
+        return torch.expm1(self.precise)
 
-    @property
+    @cached_property
     def k1(self) -> Tensor:
         """``-l``, ``[B, T]``."""
         return -self.bounded
 
-    @property
+    @cached_property
     def k2(self) -> Tensor:
         """``l^2 / 2``, ``[B, T]``."""
         return self.bounded.square().mul_(0.5)
 
-    @property
+    @cached_property
     def k3(self) -> Tensor:
         """``exp(l) - 1 - l >= 0``, float64 ``[B, T]``."""
-        return (self.excess - self.bounded).clamp_min_(0.0)
+        return (self.excess - self.precise).clamp_min_(0.0)
 
     @cached_property
     def probabilities(self) -> tuple[Tensor, Tensor]:
@@ -100,13 +107,33 @@ class LogRatio:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Valid tokens of each row, float64 ``[B]``."""
-        return row_sum(self.ones)
+        """Valid tokens of each row, ``[B]``."""
+        return row_count(self.ones)
 
     @cached_property
     def response_tokens(self) -> Tensor:
-        """Response tokens of each row, float64 ``[B]``."""
-        return true_per_row(self.response_mask)
+        """Response tokens of each row, ``[B]``."""
+        return row_count(self.response)
+
+    @cached_property
+    def highest(self) -> Tensor:
+        """Largest log-ratio of each row, ``[B]``; -inf for a row without valid tokens."""
+        return self.row_max(self.values)
+
+    @cached_property
+    def negated_lowest(self) -> Tensor:
+        """Minus the smallest log-ratio of each row, ``[B]``; -inf for a row without valid tokens."""
+        return self.row_negated_min(self.values)
+
+    def extremes(self, name: str) -> tuple[Tensor, Tensor]:
+        """``row_max`` and ``row_negated_min`` of the statistic of a rule, by the name of its property."""
+        if name == "k1":
+            return self.of_bounded(self.negated_lowest), self.of_bounded(self.highest)
+        return self.row_max(self.divergence(name)), self.row_negated_min(self.divergence(name))
+
+    def of_bounded(self, extreme: Tensor) -> Tensor:
+        """The extreme of ``bounded``, from that of ``values``."""
+        return extreme.clamp(-SAFETY_BOUND, SAFETY_BOUND).masked_fill(self.tokens == 0, -torch.inf)
 
     def divergence(self, name: str) -> Tensor:
         """The statistic of a rule, by the name of its property."""
@@ -114,32 +141,51 @@ class LogRatio:
         return values
 
     def row_max(self, values: Tensor) -> Tensor:
-        """Largest of finite ``values`` ``[B, T]`` over each row's valid tokens, float64 ``[B]``; -inf for a row without any."""
+        """Largest of finite ``values`` ``[B, T]`` over each row's valid tokens, ``[B]``; -inf for a row without any."""
         if values.shape[-1] == 0:
             return self.tokens.new_full(values.shape[:1], -torch.inf)
-        return (values + self._exclusion).amax(dim=-1).double()
+        return (values + self._exclusion).amax(dim=-1)
 
-    def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
-        """Each row's valid tokens with ``compare(values, bound)``, such as ``torch.gt``; float64 ``[B]``, exact up to 2^24."""
-        holds = compare(values, bound, out=torch.empty_like(values))
-        return holds.mul_(self.ones).sum(dim=-1).double()
+    def row_negated_min(self, values: Tensor) -> Tensor:
+        """Minus the smallest of finite ``values`` ``[B, T]`` over each row's valid tokens, ``[B]``; -inf without any."""
+        if values.shape[-1] == 0:
+            return self.tokens.new_full(values.shape[:1], -torch.inf)
+        return (self._exclusion - values).amax(dim=-1)
+
+    def count_above(self, values: Tensor, bound: float) -> Tensor:
+        """Each row's valid tokens with ``values > bound``, ``[B]``; ``values`` are 0 where no token is valid."""
+        above = holds(torch.gt, values, bound)
+        return row_count(above if bound >= 0.0 else above.mul_(self.ones))
+
+    def count_below(self, values: Tensor, bound: float) -> Tensor:
+        """Each row's valid tokens with ``values < bound``, ``[B]``; ``values`` are 0 where no token is valid."""
+        below = holds(torch.lt, values, bound)
+        return row_count(below if bound <= 0.0 else below.mul_(self.ones))
 
 
-def zeroed(values: Tensor, kept: Tensor) -> Tensor:
-    """``values`` where the bools ``kept`` are True, 0 elsewhere whatever stands there, NaN included: a bitwise and."""
-    integers = torch.int64 if values.dtype == torch.float64 else torch.int32
-    every_bit_or_none = kept.to(integers).neg_()
-    return every_bit_or_none.bitwise_and_(values.view(integers)).view(values.dtype)
+def finite(values: Tensor) -> Tensor:
+    """``values`` with 0 in place of NaN and infinities; a copy."""
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def holds(compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
+    """1 where ``compare(values, bound)``, such as ``torch.gt``, is True and 0 elsewhere: a CPU is slow to write bools."""
+    return compare(values, bound, out=torch.empty_like(values))
 
 
 def as_numbers(where: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 where True and 0 where False, by way of integers: a CPU turns bools to floats one by one."""
-    return where.to(torch.int32).to(dtype)
+    """1 where the bools are True and 0 elsewhere, by way of bytes: a CPU turns bools to floats one by one."""
+    return where.view(torch.uint8).to(dtype)
+
+
+def row_count(numbers: Tensor) -> Tensor:
+    """Sum of each row ``[B, T]`` of zeros and ones, ``[B]``; exact up to 2^24 of them."""
+    return numbers.sum(dim=-1)
 
 
 def true_per_row(where: Tensor) -> Tensor:
-    """How many of each row ``[B, T]`` are True, float64 ``[B]``."""
-    return where.sum(dim=-1, dtype=torch.int32).double()
+    """How many of each row ``[B, T]`` are True, int32 ``[B]``."""
+    return where.sum(dim=-1, dtype=torch.int32)
 
 
 def row_sum(values: Tensor) -> Tensor:
@@ -166,8 +212,10 @@ def log_ratio(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask:
     dtype = torch.promote_types(torch.promote_types(train_log_probs.dtype, rollout_log_probs.dtype), torch.float32)
     train = train_log_probs.detach()
     difference = train.to(dtype) - rollout_log_probs.detach().to(dtype)
-    valid = (difference.abs() < torch.inf) & mask
-    return LogRatio(zeroed(difference, valid), valid, mask, train)
+    values = finite(difference)
+    response = as_numbers(mask, dtype)
+    ones = holds(torch.eq, values, difference).mul_(response)
+    return LogRatio(values.mul_(ones), ones, mask, response, train)
 
 
 def _binary_kl(first: Tensor, second: Tensor) -> Tensor:

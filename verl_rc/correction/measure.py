@@ -7,19 +7,19 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction.accounting import accounting_columns, accounting_sums
-from verl_rc.correction.chunks import row_chunks
+from verl_rc.correction.chunks import RowChunks
 from verl_rc.correction.context import NUM_AGES, NUM_TURNS, RowContext
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, check_shapes, log_ratio
-from verl_rc.correction.rejection import BoundedRule, masked_by_sign, row_keep, row_statistic, token_keep
+from verl_rc.correction.rejection import BoundedRule, TokenDecision, decide_tokens, row_keep, row_statistic
 from verl_rc.correction.resolved import ResolvedCorrection
 from verl_rc.correction.rows import (
     Columns,
     TokenWeights,
     age_columns,
-    concatenate,
     deciding_columns,
     describing_columns,
+    join,
     real_rows,
     token_rule_columns,
     turn_columns,
@@ -44,12 +44,12 @@ def measure(
     check_shapes(train_log_probs, rollout_log_probs, response_mask)
     resolved, context = ResolvedCorrection.of(config), context or RowContext()
     context.check(train_log_probs.shape)
-    sweep = Sweep(resolved)
     with torch.no_grad():
-        for rows in row_chunks(train_log_probs):
-            ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
-            chunk = context.rows(rows)
-            sweep.add(ratio, decide_tokens(ratio, resolved, chunk.advantages), chunk)
+        sweep = Sweep(resolved, RowChunks.of(response_mask))
+        for chunk in sweep.chunks:
+            ratio = log_ratio(chunk.of(train_log_probs), chunk.of(rollout_log_probs), chunk.of(response_mask))
+            facts = context.of(chunk)
+            sweep.add(ratio, decide_tokens(ratio, resolved.rules, resolved.config, facts.advantages), facts)
             weights = token_level_weights(ratio, resolved)
             if weights is not None:
                 sweep.add_weights(ratio, weights)
@@ -61,43 +61,34 @@ def token_level_weights(ratio: LogRatio, resolved: ResolvedCorrection) -> TokenW
     """Weights of some rows; None when a row has one weight or none."""
     if not resolved.has_token_weights:
         return None
-    assert resolved.config.rollout_is is not None
     assert resolved.threshold is not None
-    return TokenWeights.of(ratio, resolved.config.rollout_is, resolved.threshold)
-
-
-def decide_tokens(ratio: LogRatio, resolved: ResolvedCorrection, advantages: Tensor | None) -> Tensor:
-    """bool ``[B, T]``: kept by the token rules. Raises ``ValueError`` when a rule misses its ``advantages``."""
-    keep = token_keep(ratio, resolved.rules, resolved.config)
-    opsm = resolved.config.rollout_opsm_threshold
-    if opsm is not None:
-        if advantages is None:
-            raise ValueError(f"rollout_opsm_threshold={opsm} looks at the sign of the advantages: pass advantages [B, T]")
-        keep &= ~masked_by_sign(ratio, opsm, advantages)
-    return keep
+    return TokenWeights.of(ratio, resolved.config, resolved.threshold)
 
 
 class Sweep:
     """Collects per-row columns chunk by chunk, then computes the statistics of all rows from them."""
 
-    def __init__(self, resolved: ResolvedCorrection) -> None:
+    def __init__(self, resolved: ResolvedCorrection, chunks: RowChunks) -> None:
+        self.chunks = chunks
+        """To be added in this order."""
         self._resolved = resolved
         self._parts: list[Columns] = []
+        self._columns: Columns = {}
         self._histogram: Tensor | None = None
 
-    def add(self, ratio: LogRatio, keep: Tensor, context: RowContext) -> None:
-        """Look at the tokens of one chunk; ``keep`` bool ``[B, T]``: kept by the token rules."""
+    def add(self, ratio: LogRatio, decision: TokenDecision, context: RowContext) -> None:
+        """Look at the tokens of one chunk, and at what the token rules say about them."""
         resolved, full = self._resolved, self._resolved.full
         columns = deciding_columns(ratio, resolved.rules, resolved.config)
         columns |= describing_columns(ratio, full)
         for bounded in resolved.rules:
             if bounded.rule.is_per_token:
                 columns |= token_rule_columns(ratio, bounded)
-        columns |= accounting_columns(ratio, keep, resolved, context.advantages)
+        columns |= accounting_columns(ratio, decision, resolved, context.advantages)
         if full:
             columns |= age_columns(ratio, context.ages(ratio.response_mask), NUM_AGES)
             columns |= turn_columns(ratio, NUM_TURNS)
-            counts = log_ratio_histogram(ratio.values, ratio.valid)
+            counts = log_ratio_histogram(ratio.values, ratio.ones)
             self._histogram = counts if self._histogram is None else self._histogram + counts
         self._parts.append(columns)
 
@@ -108,7 +99,9 @@ class Sweep:
 
     def columns(self) -> Columns:
         """The columns of all rows."""
-        return concatenate(self._parts)
+        if not self._columns:
+            self._columns = join(self._parts, self.chunks)
+        return self._columns
 
     def statistics(self, context: RowContext) -> CorrectionStatistics:
         """The statistics of all rows."""
@@ -170,10 +163,19 @@ def _gap(columns: Columns, full: bool) -> tuple[Columns, Columns]:
             "exact_tokens": columns["exact"],
             "sequence_excess": torch.where(real, sequence_excess, 0.0),
             "sequence_excess_square": torch.where(real, sequence_excess.square(), 0.0),
-            **{name: column for name, column in columns.items() if name.startswith(("age", "turn_")) and name != "age.max"},
+            "age": columns["age"],
+            **_bucket_sums(columns, "age"),
+            **_bucket_sums(columns, "turn"),
         }
-        maxima |= {"log_ratio_abs": columns["magnitude.max"], "age": columns["age.max"]}
+        maxima["log_ratio_abs"] = torch.maximum(columns["log_ratio.max"], columns["negated_log_ratio.max"])
+        maxima["age"] = columns["age.max"]
     return sums, maxima
+
+
+def _bucket_sums(columns: Columns, name: str) -> Columns:
+    """``<name>_0.tokens`` and so on."""
+    parts = ("tokens", "log_ratio", "k3")
+    return {f"{name}_{n}.{part}": sums for part in parts for n, sums in enumerate(columns[f"{name}_buckets.{part}"].unbind())}
 
 
 def _rule(columns: Columns, bounded: BoundedRule) -> tuple[Columns, Columns]:
@@ -187,7 +189,7 @@ def _rule(columns: Columns, bounded: BoundedRule) -> tuple[Columns, Columns]:
         maxima = {f"{name}.max": columns[f"{column}.statistic.max"], f"{name}.negated_min": columns[f"{column}.negated.max"]}
     else:
         row = row_statistic(bounded.rule, columns)
-        clamped = bounded.clamp(row) - bounded.upper
+        clamped = bounded.clamp(row) - bounded.clamped_zero
         high, low = (real & beyond for beyond in bounded.beyond(row))
         totals = {"total": tokens * row, "clamped": tokens * clamped, "clamped_square": tokens * clamped.square()}
         totals |= {"high": high.double(), "low": low.double()}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from verl_rc.correction.chunks import row_chunks
+from verl_rc.correction.chunks import RowChunks
 from verl_rc.correction.log_ratio import LogRatio, check_shapes, log_ratio
 
 
@@ -17,8 +17,8 @@ def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response
     check_shapes(train_log_probs, rollout_log_probs, response_mask)
     parts, largest = [], []
     with torch.no_grad():
-        for rows in row_chunks(train_log_probs):
-            ratio = log_ratio(train_log_probs[rows], rollout_log_probs[rows], response_mask[rows])
+        for chunk in RowChunks.of(response_mask):
+            ratio = log_ratio(chunk.of(train_log_probs), chunk.of(rollout_log_probs), chunk.of(response_mask))
             sums, maximum = _sums(ratio)
             parts.append(sums)
             largest.append(maximum)

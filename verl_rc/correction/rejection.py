@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl_rc.config.rejection_rules import RejectionRule
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction.log_ratio import LogRatio, row_sum
+from verl_rc.correction.log_ratio import LogRatio, as_numbers, holds, row_sum
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,19 @@ class BoundedRule:
         kept = statistic <= self.upper
         return kept if self.lower is None else kept & (statistic >= self.lower)
 
+    def rejects(self, statistic: Tensor) -> Tensor:
+        """The same the other way round as numbers of the statistic's type: 1 outside the bounds, 0 within."""
+        outside = holds(torch.gt, statistic, self.upper)
+        return outside if self.lower is None else outside.add_(holds(torch.lt, statistic, self.lower))
+
     def clamp(self, statistic: Tensor) -> Tensor:
         """The statistic, moved to the nearest bound where it lies outside."""
         return statistic.clamp(min=self.lower, max=self.upper)
+
+    @property
+    def clamped_zero(self) -> float:
+        """``clamp(0)``: what the statistic of two policies that agree becomes."""
+        return min(max(0.0, -math.inf if self.lower is None else self.lower), self.upper)
 
     @property
     def limits(self) -> tuple[Limit, Limit]:
@@ -95,25 +105,49 @@ def row_statistic(rule: RejectionRule, columns: Mapping[str, Tensor]) -> Tensor:
     return total if rule.scope == "seq_sum" else total / columns["tokens"].clamp_min(1.0)
 
 
-def token_keep(ratio: LogRatio, rules: list[BoundedRule], config: RolloutCorrectionConfig) -> Tensor:
-    """bool ``[B, T]``: kept by every token rule; True outside the response mask, where there is nothing to judge."""
-    judged = ratio.response_mask if config.nonfinite_logprob == "neutral" else ratio.valid
-    keep = torch.ones_like(ratio.valid)
-    for bounded in rules:
-        if bounded.rule.is_per_token:
-            keep &= bounded.accepts(ratio.divergence(bounded.rule.divergence))
-    keep |= ~judged
+@dataclass(frozen=True)
+class TokenDecision:
+    """What the rules for tokens say about some rows."""
+
+    keep: Tensor | None
+    """bool ``[B, T]``; True outside the response mask, where there is nothing to judge. None: nothing is rejected."""
+    rejected: dict[str, Tensor]
+    """By name of the rule, ``[B, T]``: 1 for tokens that it rejects, 0 elsewhere."""
+
+
+def decide_tokens(
+    ratio: LogRatio, rules: list[BoundedRule], config: RolloutCorrectionConfig, advantages: Tensor | None
+) -> TokenDecision:
+    """Judge every token. ``advantages`` ``[B, T]`` are for rules that look at their sign; ``ValueError`` when one misses them.
+
+    Tokens without finite log-probs are judged like a ratio of 1 under ``nonfinite_logprob=neutral``, and else by no rule.
+    """
+    neutral = config.nonfinite_logprob == "neutral"
+    judged = ratio.response if neutral else ratio.ones
+    rejected = {
+        bounded.name: bounded.rejects(ratio.divergence(bounded.rule.divergence)).to(judged.dtype).mul_(judged)
+        for bounded in rules
+        if bounded.rule.is_per_token
+    }
+    if config.rollout_opsm_threshold is not None:
+        rejected["opsm"] = as_numbers(_masked_by_sign(ratio, config.rollout_opsm_threshold, advantages), judged.dtype)
+    causes = list(rejected.values())
     if config.nonfinite_logprob == "reject_token":
-        keep &= ratio.valid | ~ratio.response_mask
-    return keep
+        causes.append(ratio.response - ratio.ones)
+    if not causes:
+        return TokenDecision(None, rejected)
+    times = causes[0] if len(causes) == 1 else torch.stack(causes).sum(dim=0)
+    return TokenDecision(holds(torch.eq, times, 0.0).bool(), rejected)
 
 
-def masked_by_sign(ratio: LogRatio, threshold: float, advantages: Tensor) -> Tensor:
+def _masked_by_sign(ratio: LogRatio, threshold: float, advantages: Tensor | None) -> Tensor:
     """bool ``[B, T]``: what off-policy sequence masking rejects (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
 
     ``A_t < 0`` and ``mean_t log(pi_rollout / pi_train) > threshold`` (nats) over the row's valid tokens: negative samples that
     the trained policy no longer produces.
     """
+    if advantages is None:
+        raise ValueError(f"rollout_opsm_threshold={threshold} looks at the sign of the advantages: pass advantages [B, T]")
     drift = -row_sum(ratio.values) / ratio.tokens.clamp_min(1.0)
     return ratio.response_mask & (drift > threshold)[:, None] & (advantages < 0)
 

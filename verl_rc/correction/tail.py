@@ -15,7 +15,7 @@ def pareto_k(counts: Sequence[float]) -> float | None:
     The tail are the ``min(n / 5, 3 sqrt(n))`` largest of n, rounded up to whole bins; k is fitted by Zhang and Stephens (2009)
     and drawn towards 1/2 by ten prior draws (Pareto-smoothed importance sampling: Vehtari et al., arXiv:1507.02646). Moments of
     order 1/k and more do not exist: above 0.5 the weights have no variance, above 0.7 averages of practical size are unreliable.
-    A histogram can be summed over micro-batches and ranks, which a list of the largest weights cannot; it knows l to 3.5 %.
+    A histogram can be summed over micro-batches and ranks, which a list of the largest weights cannot; it knows l to 3.1 %.
     """
     total = math.fsum(counts)
     wanted = math.ceil(min(total / 5, 3 * math.sqrt(total)))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from verl_rc.correction.importance import bounded_weights, row_weights
+from verl_rc.correction.importance import bounded_exp, bounded_weights, row_weights
 from verl_rc.correction.resolved import ResolvedCorrection
 from verl_rc.correction.rows import Columns, real_rows
 
@@ -53,10 +53,15 @@ def weight_maxima(columns: Columns, resolved: ResolvedCorrection) -> Columns:
     maxima = _extremes("is_row", applied, real)
     if not resolved.has_token_weights:
         return maxima | _extremes("is", raw, real)
-    maxima |= {"is.max": columns["weight.max"], "is.negated_min": columns["weight.negated.max"]}
+    largest, smallest = bounded_exp(columns["weight.log.max"]), bounded_exp(-columns["weight.negated_log.max"])
     if resolved.full:
-        maxima |= {"raw.max": columns["weight.raw.max"], "raw.negated_min": columns["weight.raw_negated.max"]}
-    return maxima
+        maxima |= {**_largest("raw.max", largest, real), **_largest("raw.negated_min", -smallest, real)}
+    threshold = resolved.threshold
+    assert threshold is not None
+    if threshold.lower is not None:
+        return maxima | {"is.max": columns["weight.max"], "is.negated_min": columns["weight.negated.max"]}
+    largest, smallest = (bounded_weights(weights, threshold) for weights in (largest, smallest))
+    return maxima | _largest("is.max", largest, real) | _largest("is.negated_min", -smallest, real)
 
 
 def prompt_columns(columns: Columns, resolved: ResolvedCorrection, group_slots: Tensor | None) -> Columns:
@@ -94,7 +99,8 @@ def _row_moments(name: str, weights: Tensor, real: Tensor) -> Columns:
 
 
 def _extremes(name: str, column: Tensor, where: Tensor) -> Columns:
-    return {
-        f"{name}.max": column.masked_fill(~where, -torch.inf),
-        f"{name}.negated_min": (-column).masked_fill(~where, -torch.inf),
-    }
+    return _largest(f"{name}.max", column, where) | _largest(f"{name}.negated_min", -column, where)
+
+
+def _largest(name: str, column: Tensor, where: Tensor) -> Columns:
+    return {name: column.masked_fill(~where, -torch.inf)}

@@ -11,7 +11,7 @@ _HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
 def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float:
     """Share of tokens (``token_k1``) or rows (``seq_sum_k1``, ``seq_mean_k1``) with a ratio train/rollout in [lower, upper].
 
-    Log-ratios are known to 3.5 %. NaN when nothing was measured. Raises ``ValueError`` for other rules, for bounds that are not
+    Log-ratios are known to 3.1 %. NaN when nothing was measured. Raises ``ValueError`` for other rules, for bounds that are not
     0 < lower <= upper, and without full diagnostics.
     """
     if not 0 < lower <= upper:
@@ -25,7 +25,7 @@ def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float
 def bound_for_acceptance(numbers: Numbers, rule: str, share: float) -> float:
     """The smallest u for which ``rule`` with bounds 1/u to u would have accepted at least ``share`` of the tokens or rows.
 
-    Thresholds set by the acceptance they lead to follow the drift that fixed ones run into. Known to 3.5 % of ln u; NaN when
+    Thresholds set by the acceptance they lead to follow the drift that fixed ones run into. Known to 3.1 % of ln u; NaN when
     nothing was measured. Raises ``ValueError`` for other rules, a share outside (0, 1], and without full diagnostics.
     """
     if not 0 < share <= 1:

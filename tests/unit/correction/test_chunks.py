@@ -1,17 +1,43 @@
-"""Chunks cover every row once, in order, and there is always one."""
+"""Chunks hold every row once, as far as its response reaches, and there is always one."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_rc.correction.chunks import CHUNK_TOKENS, row_chunks
+from verl_rc.correction.chunks import CHUNK_TOKENS, RowChunks
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "sizes"), [(5, 4, [2, 2, 1]), (3, 100, [1, 1, 1]), (4, 1, [4]), (0, 4, [0]), (3, 0, [3])]
+    ("reach", "width", "sizes"),
+    [
+        ([4, 4, 4, 4, 4], 4, [(2, 4), (2, 4), (1, 4)]),
+        ([9, 30, 100], 100, [(1, 100), (1, 30), (1, 9)]),
+        ([1, 4, 2, 1, 0], 4, [(2, 4), (3, 1)]),
+        ([0, 0], 4, [(2, 1)]),
+        ([], 4, [(0, 4)]),
+        ([0, 0, 0], 0, [(3, 0)]),
+    ],
 )
-def test_sizes(rows: int, width: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes(reach: list[int], width: int, sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHUNK_TOKENS, "cpu", 9)
-    given = torch.arange(rows)[:, None].expand(rows, width)
-    chunks = list(row_chunks(given))
-    assert [len(range(rows)[chunk]) for chunk in chunks] == sizes
-    assert [row for chunk in chunks for row in range(rows)[chunk]] == list(range(rows))
+    mask = torch.zeros(len(reach), width, dtype=torch.bool)
+    for row, last in enumerate(reach):
+        mask[row, last // 2 : last] = True
+    chunks = RowChunks.of(mask)
+    numbered = torch.arange(len(reach) * width).view(len(reach), width)
+    parts = [chunk.of(numbered) for chunk in chunks]
+    assert [part.shape for part in parts] == sizes
+    rows = [chunk.of(torch.arange(len(reach))) for chunk in chunks]
+    assert chunks.join(rows).tolist() == list(range(len(reach)))
+    copied = torch.zeros_like(numbered)
+    for chunk, part in zip(chunks, parts, strict=True):
+        chunk.write(part, copied)
+    assert copied[mask].tolist() == numbered[mask].tolist()
+
+
+def test_without_numbers_to_read_rows_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_TOKENS, "cpu", 9)
+    with FakeTensorMode():
+        chunks = RowChunks.of(torch.zeros(5, 4, dtype=torch.bool))
+    assert [chunk.rows for chunk in chunks] == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert chunks.places is None

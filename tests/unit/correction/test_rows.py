@@ -4,9 +4,10 @@ import torch
 from appendix_a import rows
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction.chunks import RowChunks
 from verl_rc.correction.log_ratio import log_ratio
 from verl_rc.correction.resolved import ResolvedCorrection
-from verl_rc.correction.rows import concatenate, deciding_columns, describing_columns, real_rows
+from verl_rc.correction.rows import deciding_columns, describing_columns, join, real_rows
 
 
 def test_columns_of_the_appendix() -> None:
@@ -21,6 +22,6 @@ def test_columns_of_the_appendix() -> None:
     torch.testing.assert_close(described["train"], torch.tensor([-3.6, -4.2, -2.3], dtype=torch.float64))
 
 
-def test_chunks_join_in_order_and_empty_rows_are_not_real() -> None:
-    joined = concatenate([{"tokens": torch.tensor([0.0, 2.0])}, {"tokens": torch.tensor([1.0])}])
+def test_chunks_join_and_empty_rows_are_not_real() -> None:
+    joined = join([{"tokens": torch.tensor([0.0, 2.0])}, {"tokens": torch.tensor([1.0])}], RowChunks.of(torch.ones(3, 1)))
     assert real_rows(joined).tolist() == [False, True, True]
