@@ -7,6 +7,7 @@ from verl_rc.correction.finite import NonFiniteLogProbError, require_finite
 from verl_rc.correction.measure import measure
 from verl_rc.correction.moments import Numbers
 from verl_rc.correction.probability_gap import probability_gap
+from verl_rc.correction.proximal import interpolate_proximal
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.correction.what_if import acceptance, bound_for_acceptance
 
@@ -21,6 +22,7 @@ __all__ = [
     "bound_for_acceptance",
     "compute_rollout_correction",
     "correction_metrics",
+    "interpolate_proximal",
     "measure",
     "probability_gap",
     "require_finite",
