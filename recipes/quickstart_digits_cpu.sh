@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sorting ten digits with a 1.2 M-parameter model on two CPU cores: GRPO with sequence-level rollout correction.
+# Sorting ten digits with a 1.3 M-parameter model on two CPU cores: GRPO with sequence-level rollout correction.
 #
 # Hardware: 2 cores, 5 GiB of memory, no GPU; about four minutes.
 # The engine samples in bf16 with fp8 weights, the trainer computes in fp32: the gap that rollout_corr/* shows is real.

@@ -1,6 +1,5 @@
-"""Writes docs/configuration.md from the schema: python scripts/generate_config_docs.py [--check]."""
+"""Writes docs/configuration.md from the schema: python scripts/generate_config_docs.py"""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from pydantic_core import PydanticUndefined
 from verl_rc.config.run import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-HEAD = """# Configuration
+
+_HEAD = """# Configuration
 
 Every key of `python -m verl_rc.main_ppo key=value …`, with its default; generated from the schema by
 `python scripts/generate_config_docs.py`. Names are verl's. `algorithm.rollout_correction.preset=NAME` fills the leaves of that
@@ -33,9 +33,9 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def page() -> str:
+def render() -> str:
     """The whole page."""
-    parts = [HEAD]
+    parts = [_HEAD]
     for name, model in sections(RunConfig):
         parts.append(f"\n## {name}\n\n| key | default | meaning |\n|---|---|---|")
         for leaf, field in model.model_fields.items():
@@ -48,10 +48,8 @@ def page() -> str:
 
 
 def main() -> None:
-    """Write the page, or fail when it is not current."""
-    if "--check" in sys.argv[1:]:
-        raise SystemExit(0 if PAGE.read_text(encoding="utf-8") == page() else f"{PAGE.name} is not current; run this script")
-    PAGE.write_text(page(), encoding="utf-8")
+    """Write the page."""
+    PAGE.write_text(render(), encoding="utf-8")
 
 
 if __name__ == "__main__":

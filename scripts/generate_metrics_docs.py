@@ -1,15 +1,13 @@
 """Writes docs/metrics.md from the metric catalogue: python scripts/generate_metrics_docs.py"""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from verl_rc.metrics.catalog import ROOMS
-from verl_rc.metrics.catalog.spec import Bounds, MetricSpec
+from verl_rc.metrics.catalog.spec import MetricSpec
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
-_INTRODUCTION = """\
+_HEAD = """\
 # Metrics
 
 Every number that a run reports, with its unit and formula. `scripts/generate_metrics_docs.py` writes this page from
@@ -22,8 +20,8 @@ Unit `1`: a ratio, a fraction or a count.
 
 
 def render() -> str:
-    """Returns the whole page."""
-    parts = [_INTRODUCTION]
+    """The whole page."""
+    parts = [_HEAD]
     for room, specs in ROOMS.items():
         parts.append(f"\n## {room}\n\n| Name | Unit | How it is computed | Healthy | Reported by |\n|---|---|---|---|---|\n")
         parts += [_row(spec) for spec in specs]
@@ -32,25 +30,11 @@ def render() -> str:
 
 def _row(spec: MetricSpec) -> str:
     formula = spec.formula.replace("|", "\\|")
-    return f"| `{spec.name}` | {spec.unit} | {formula} | {_range(spec.healthy)} | {spec.emitted_by} |\n"
-
-
-def _range(bounds: Bounds | None) -> str:
-    match bounds:
-        case None:
-            return ""
-        case (None, high):
-            return f"≤ {high:g}"
-        case (low, None):
-            return f"≥ {low:g}"
-        case (low, high) if low == high:
-            return f"{low:g}"
-        case (low, high):
-            return f"{low:g} to {high:g}"
+    return f"| `{spec.name}` | {spec.unit} | {formula} | {spec.healthy_in_words} | {spec.emitted_by} |\n"
 
 
 def main() -> None:
-    """Writes the page."""
+    """Write the page."""
     PAGE.write_text(render(), encoding="utf-8")
 
 

@@ -1,6 +1,5 @@
-"""Writes docs/migration_from_verl.md from the tables of translations: python scripts/generate_migration_docs.py [--check]"""
+"""Writes docs/migration_from_verl.md from the tables of translations: python scripts/generate_migration_docs.py"""
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,10 +17,15 @@ An override taken from a verl recipe for FSDP and vLLM means here what it means 
 write instead; nothing is read and ignored. Three tools:
 
 ```bash
-verl-rc migrate run.yaml +algorithm.rollout_is_threshold=2.0    # overrides of any release, translated, with notes
-verl-rc explain algorithm.adv_estimator=grpo                     # what a configuration will do, in words
+verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes
+verl-rc migrate run.yaml +algorithm.rollout_is_threshold=2.0    # the same for run files and overrides
+verl-rc explain recipes/quickstart_digits_cpu.sh trainer.seed=2  # what a configuration will do, in words
 verl-rc presets                                                  # presets by every name they have had
 ```
+
+`verl-rc migrate` has a shell expand the script's variables, with every program that the script calls by its name, Python
+among them, replaced by one that does nothing. `verl-rc explain recipe.sh` and `verl-rc doctor recipe.sh` read recipes the same
+way.
 
 A refused key ends the run with exit code 2 before anything starts; the message holds the line to write. `+key=value` of verl
 recipes is taken as `key=value` where the key is known. Column names of data files, names of metrics (`rollout_corr/*`,
@@ -185,9 +189,7 @@ def _correction() -> str:
 
 
 def main() -> None:
-    """Write the page, or fail when it is not current."""
-    if "--check" in sys.argv[1:]:
-        raise SystemExit(0 if PAGE.read_text(encoding="utf-8") == render() else f"{PAGE.name} is not current; run this script")
+    """Write the page."""
     PAGE.write_text(render(), encoding="utf-8")
 
 

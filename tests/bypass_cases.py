@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from batches_of_ones import ones_tokens
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.data.batches import TokenBatch, TrainBatch
+from verl_rc.data.batches import TrainBatch
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden" / "bypass_losses.json").read_text())["cases"]
 
@@ -30,15 +31,8 @@ def case_batch(case: dict[str, Any]) -> TrainBatch:
     mask = torch.tensor(case["response_mask"]).bool()
     rows, width = mask.shape
     rollout_log_probs, advantages = torch.tensor(case["rollout_log_probs"]), torch.tensor(case["advantages"])
-    tokens = TokenBatch(
-        prompts=torch.ones(rows, 1, dtype=torch.int64),
-        prompt_lengths=torch.ones(rows, dtype=torch.int64),
-        responses=torch.ones(rows, width, dtype=torch.int64),
-        response_lengths=torch.full((rows,), width),
-        batch_size=[rows],
-    )
     return TrainBatch(
-        tokens=tokens,
+        tokens=ones_tokens(torch.full((rows,), width), width),
         response_mask=mask,
         loss_mask=mask,
         old_log_probs=rollout_log_probs,

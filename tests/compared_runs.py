@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from verl_rc.checkpoint import CheckpointStore, shards_problem
 from verl_rc.checkpoint.shard_folder import read_metadata
 
 NOT_OF_THE_TRAINING = ("timing_", "perf/", "sync/canary", "recovery/")
@@ -25,8 +26,15 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def committed(folder: Path) -> list[int]:
+    """Steps of the checkpoints that the next start in ``folder`` finds, in the order of the steps."""
+    store = CheckpointStore(folder, None)
+    store.choose("auto", None, lambda checkpoint: shards_problem(checkpoint / "actor"))
+    return sorted(int(path.name.removeprefix("global_step_")) for path in store.newest_first())
+
+
 def metric_lines(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Every line of ``metrics.jsonl`` by step, timings apart; a step that was repeated has several."""
+    """Every line of ``metrics.jsonl`` by step, timings apart; there must be one for each."""
     lines = defaultdict(list)
     for text in (folder / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
@@ -55,7 +63,8 @@ def differences(whole: Path, other: Path, last_step: int) -> list[str]:
             found.append(f"step {step}: prompts or samples")
     lines, whole_lines = metric_lines(other), metric_lines(whole)
     for step in range(1, last_step + 1):
-        found += [f"step {step}: metrics" for line in lines[step] or [{}] if line != whole_lines[step][0]]
+        if len(whole_lines[step]) != 1 or lines[step] != whole_lines[step]:
+            found.append(f"step {step}: metrics")
     return found
 
 

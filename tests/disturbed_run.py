@@ -1,7 +1,8 @@
 """The real entry point with disturbances: ``python disturbed_run.py VICTIM SIGNAL FUNCTION CALL WHEN … -- key=value …``.
 
-Every five words are one. VICTIM is ``driver``, ``actor`` or ``engine`` (rank or engine 0). FUNCTION is ``module:name`` or
-``module:Class.name`` in the driver, CALL its number from 1, WHEN ``before`` or ``after`` the call, or seconds from its beginning.
+Every five words are one. VICTIM is ``driver``, ``actor`` or ``engine`` (rank or engine 0; others as ``engine:1``). FUNCTION is
+``module:name`` or ``module:Class.name`` in the driver, CALL its number from 1, WHEN ``before`` or ``after`` the call, or seconds
+from its beginning. The environment variable ``ACTOR_WORKER`` names another class for the actor's ranks.
 """
 
 import importlib
@@ -14,16 +15,18 @@ from functools import partial
 from typing import Any
 
 from verl_rc import main_ppo
+from verl_rc.cluster.trainer_groups import ActorGroup
 from verl_rc.cluster.watchdog import WATCHDOG, identity_of
 
-NAMES = {"actor": "actor rank 0", "engine": "rollout engine 0"}
+ROLES = {"actor": "actor rank", "engine": "rollout engine"}
 
 
 def send(victim: str, name: str) -> None:
     if victim == "driver":
         pid = os.getpid()
     else:
-        (process,) = [process for process in WATCHDOG._processes if process.name == NAMES[victim]]
+        role, _, number = victim.partition(":")
+        (process,) = [process for process in WATCHDOG._processes if process.name == f"{ROLES[role]} {number or 0}"]
         pid = identity_of(process).pid
     sys.stderr.write(f"disturbance: {name} to the {victim}\n")
     sys.stderr.flush()
@@ -56,6 +59,9 @@ def disturb(function: str, call: int, when: str, strike: Callable[[], None]) -> 
 
 
 if __name__ == "__main__":
+    if "ACTOR_WORKER" in os.environ:
+        ActorGroup.worker = os.environ["ACTOR_WORKER"]
+        os.environ["PYTHONPATH"] = os.pathsep.join((os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")))
     words, overrides = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
     for start in range(0, len(words), 5):
         victim, signal_name, function, call, when = words[start : start + 5]

@@ -1,57 +1,121 @@
-"""Workers that go wrong on request, at the places where real systems did; for tests of the sync proofs."""
+"""Workers that go wrong on request, at the places where real systems did; for tests of the proofs and guards."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl_rc.data.batches import Completions
+import torch
+from torch import Tensor
+from vllm.outputs import CompletionOutput
+
+from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
+from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.weight_sync.manifest import Manifest
-from verl_rc.weight_sync.sender import SendReceipt
+from verl_rc.weight_sync.manifest import Manifest, tensor_digest
+from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.policy_worker import PolicyWorker
+
+BAD_ROW = 9
+"""Whose log-probs are made bad; a canary has fewer rows, so that a step's own are meant."""
+HALF_LOADED = "gate_proj.weight"
+"""End of the name of the tensors whose second half stays as it was."""
 
 
 class FaultyEngine(RolloutEngine):
     """An engine with a fault that can be switched on."""
 
     fault: str | None = None
+    cache_resets = 0
 
     def plant(self, fault: str | None) -> None:
         self.fault = fault
 
+    def count_cache_resets(self) -> int:
+        return self.cache_resets
+
     def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
-        if self.fault != "skipped_sync":
-            return super().receive_weights(manifest, bucket_bytes, version)
-        # The worst kind: everything is received and acknowledged, the version is echoed, and the old weights stay.
         transfer = self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
-        load, transfer.model.load_weights = transfer.model.load_weights, lambda tensors: {name for name, _ in tensors}
+        load, held = transfer.model.load_weights, self.__dict__.setdefault("held", {})
+        if self.fault == "skipped_sync":
+            # The worst kind: everything is received and acknowledged, the version is echoed, and the old weights stay.
+            transfer.model.load_weights = lambda tensors: {name for name, _ in tensors}
+            try:
+                transfer.digests, transfer.loaded = {}, set(transfer.expected)
+                transfer.update_weights({"manifest": manifest, "bucket_bytes": bucket_bytes})
+            finally:
+                transfer.model.load_weights = load
+            self._llm.llm_engine.set_weight_version(str(version))
+            self.reset_prefix_cache()
+            return [{"digests": transfer.digests, "not_loaded": []}]
+
+        transfer.model.load_weights = lambda tensors: load(self._as_loaded(tensors, held))
         try:
-            transfer.digests, transfer.loaded = {}, set(transfer.expected)
-            transfer.update_weights({"manifest": manifest, "bucket_bytes": bucket_bytes})
+            return super().receive_weights(manifest, bucket_bytes, version - (self.fault == "older_version"))
         finally:
             transfer.model.load_weights = load
-        self._llm.llm_engine.set_weight_version(str(version))
-        self.reset_prefix_cache()
-        return [{"digests": transfer.digests, "not_loaded": []}]
+
+    def _as_loaded(self, tensors: Iterable[tuple[str, Tensor]], held: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            loaded = tensor.clone()
+            if self.fault == "half_loaded_tensor" and name.endswith(HALF_LOADED):
+                loaded[len(loaded) // 2 :] = held[name][len(loaded) // 2 :]
+            held[name] = loaded.clone()
+            yield name, loaded
 
     def reset_prefix_cache(self) -> None:
         if self.fault != "stale_prefix_cache":
             super().reset_prefix_cache()
+            self.cache_resets += 1
 
     def generate(self, requests: list[GenerationRequest], options: SamplingOptions) -> Completions:
         if self.fault == "other_temperature":
             options = replace(options, temperature=1.5 * options.temperature)
-        return super().generate(requests, options)
+        completions = super().generate(requests, options)
+        if self.fault == "nan_log_prob" and len(requests) > BAD_ROW:
+            completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
+        return completions
+
+    def _collect(self, outputs: list[CompletionOutput]) -> Completions:
+        if self.fault == "missing_log_prob" and len(outputs) > BAD_ROW:
+            outputs[BAD_ROW].logprobs = None
+        return super()._collect(outputs)
 
 
 class FaultyPolicyWorker(PolicyWorker):
-    """A trainer rank with a fault that can be switched on."""
+    """A trainer rank with a fault that can be switched on, and with weights that can be moved and compared."""
+
+    fault: str | None = None
 
     def plant(self, fault: str | None) -> None:
+        self.fault = fault
         whole: Sequence[Any] = getattr(self, "whole_manifest", self._sender.manifest).tensors
         self.whole_manifest = Manifest(tuple(whole))
         self._sender.manifest = Manifest(tuple(whole[:-1])) if fault == "one_tensor_not_sent" else self.whole_manifest
 
-    def send_weights(self) -> SendReceipt:
-        return super().send_weights()
+    def weight_digests(self) -> list[int]:
+        return [tensor_digest(parameter.to_local().detach().flatten()) for parameter in self.model.module.parameters()]
+
+    def move_weights(self, distance: float) -> None:
+        """Every element by ``distance`` up or down, as a first step of AdamW with this learning rate does."""
+        generator = torch.Generator().manual_seed(11)
+        for parameter in self.model.module.parameters():
+            local = parameter.to_local().detach()
+            local += distance * (2.0 * torch.randint(0, 2, local.shape, generator=generator) - 1.0)
+
+    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
+        log_probs, *others = super().compute_log_probs(tokens, micro_batches)
+        if self.fault == "shifted_log_probs":
+            log_probs = log_probs.roll(1, dims=-1)
+        if self.fault == "nan_log_probs":
+            log_probs = torch.full_like(log_probs, torch.nan)
+        return [log_probs, *others]
+
+    def accumulate(
+        self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None
+    ) -> int:
+        kept = super().accumulate(batch, share, totals, correction)
+        if self.fault == "nan_gradient":
+            next(self.model.module.parameters()).grad.to_local().fill_(torch.nan)
+        return kept

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from batches_of_ones import ones_rollouts
 from torch import Tensor
 
 from verl_rc.config.checks import check_run
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenBatch, TokenScores, TrainBatch, positions_mask
+from verl_rc.correction import require_finite
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, TrainBatch
 from verl_rc.losses import Aggregation
-from verl_rc.ppo.bypass import correct_current, kept_counts, measure_current
+from verl_rc.ppo.bypass import MiniBatchCounts, correct_current, kept_counts, measure_current
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.objective import policy_objective
@@ -75,26 +78,9 @@ def make_inputs() -> Inputs:
 
     lengths = torch.randint(1, WIDTH, (ROWS,), generator=generator)
     lengths[EMPTY_ROW], lengths[0] = 0, WIDTH
-    mask = positions_mask(lengths, WIDTH)
     scale = torch.tensor([0.05, 0.2, 0.4, 0.8]).repeat(ROWS // 4)[:, None]
     rollout = -2.5 * torch.rand(ROWS, WIDTH, generator=generator) - 0.05
     proximal = rollout + scale * noise(1.0)
-    tokens = TokenBatch(
-        prompts=torch.ones(ROWS, 1, dtype=torch.int64),
-        prompt_lengths=torch.ones(ROWS, dtype=torch.int64),
-        responses=torch.ones(ROWS, WIDTH, dtype=torch.int64),
-        response_lengths=lengths,
-        batch_size=[ROWS],
-    )
-    rollouts = RolloutBatch(
-        tokens=tokens,
-        response_mask=mask,
-        rollout_log_probs=rollout,
-        policy_versions=torch.zeros(ROWS, WIDTH, dtype=torch.int64),
-        group_ids=torch.arange(ROWS) // GROUP,
-        finished=torch.ones(ROWS, dtype=torch.bool),
-        batch_size=[ROWS],
-    )
     evaluations = PolicyEvaluations(
         old_log_probs=proximal,
         entropys=noise(0.1) + 1.0,
@@ -104,7 +90,7 @@ def make_inputs() -> Inputs:
         batch_size=[ROWS],
     )
     details = ScoreDetails(torch.randn(ROWS, generator=generator), torch.randn(ROWS, 2, generator=generator))
-    return Inputs(rollouts, evaluations, torch.randn(ROWS, generator=generator), details)
+    return Inputs(ones_rollouts(rollout, lengths, GROUP), evaluations, torch.randn(ROWS, generator=generator), details)
 
 
 INPUTS = make_inputs()
@@ -129,22 +115,30 @@ def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
 def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: bool = False) -> Tensor:
     """The actor's loss of the whole batch as one mini-batch; ``detach`` keeps gradients out of the correction by force."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    options = MiniBatchOptions(ROWS, epochs=1, shuffle=False, seed=0, denominator=correction.rejection_denominator)
-    (mini_batch,) = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
-    num_tokens, num_sequences = mini_batch.num_tokens, mini_batch.num_sequences
-    if correction.bypass_mode:
-        statistics = measure_current(batch, current.log_probs.detach(), correction, policy_version=0)
-        batch = correct_current(batch, current.log_probs.detach() if detach else current.log_probs, correction, statistics)
-        if correction.rejection_denominator == "kept":
-            counts = kept_counts(statistics)
-            num_tokens, num_sequences = counts.num_tokens, counts.num_sequences
+    log_probs = current.log_probs.detach() if detach else current.log_probs
+    batch, counts = corrected(batch, log_probs, correction)
     totals = Aggregation(
         actor.loss_agg_mode,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
+        num_tokens=counts.num_tokens,
+        num_sequences=counts.num_sequences,
+        loss_scale_factor=actor.loss_scale_factor,
     )
     return policy_objective(current, batch, actor, correction, totals).loss
+
+
+def corrected(batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig) -> tuple[TrainBatch, MiniBatchCounts]:
+    """What a loss is computed on and what it is divided by, with the whole batch as one mini-batch, in either mode."""
+    options = MiniBatchOptions(len(log_probs), epochs=1, shuffle=False, seed=0, denominator=config.rejection_denominator)
+    (mini_batch,) = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
+    counts = MiniBatchCounts(mini_batch.num_tokens, mini_batch.num_sequences)
+    if not config.bypass_mode:
+        return batch, counts
+    statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
+    if config.nonfinite_logprob == "raise":
+        require_finite(statistics.metrics(config), config)
+    if config.rejection_denominator == "kept":
+        counts = kept_counts(statistics)
+    return correct_current(batch, log_probs, config, statistics), counts
 
 
 def outcome(config: RunConfig, inputs: Inputs = INPUTS) -> tuple[bytes, ...]:

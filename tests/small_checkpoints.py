@@ -1,14 +1,13 @@
 """Checkpoints of a very small model after changes to its weights, and what the changed models compute."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import make_tiny_model
 import torch
 from small_models import free_port
-from small_runs import ROOT
 from torch import Tensor
 
 from verl_rc.checkpoint import RunState
@@ -36,10 +35,7 @@ class SmallCheckpoint:
 def write_tiny_model(folder: Path, *options: str) -> Path:
     """A model with a tokenizer, whose head_dim of 32 a vLLM on a CPU can have."""
     sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "2", "--num_heads", "2", "--num_kv_heads", "1"]
-    specification = importlib.util.spec_from_file_location("make_tiny_model", ROOT / "scripts" / "make_tiny_model.py")
-    script: Any = importlib.util.module_from_spec(specification)  # type: ignore[arg-type]
-    specification.loader.exec_module(script)  # type: ignore[union-attr]
-    script.main(["--output_dir", str(folder), *sizes, *options])
+    make_tiny_model.main(["--output_dir", str(folder), *sizes, *options])
     return folder
 
 

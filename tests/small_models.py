@@ -13,10 +13,10 @@ from verl_rc.data.batches import TokenBatch, TrainBatch, positions_mask
 VOCABULARY = 29
 
 
-def write_small_model(folder: Path) -> Path:
-    """Two layers, grouped-query attention, random weights that are not tiny."""
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
+def small_model_config(vocabulary: int, **further: object) -> Qwen2Config:
+    """Two layers, grouped-query attention, 64 positions, random weights that are not tiny."""
+    return Qwen2Config(
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -25,9 +25,14 @@ def write_small_model(folder: Path) -> Path:
         max_position_embeddings=64,
         tie_word_embeddings=False,
         initializer_range=0.3,
+        **further,
     )
+
+
+def write_small_model(folder: Path) -> Path:
+    """A language model with random weights, without a tokenizer."""
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(small_model_config(VOCABULARY)).save_pretrained(folder)
     return folder
 
 

@@ -45,10 +45,10 @@ def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
 def _add_with_configuration(
     subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str
 ) -> argparse.ArgumentParser:
-    """A subcommand whose arguments are those of verl_rc.main_ppo, ``--config-name`` and ``--config-dir`` included."""
+    """A subcommand that takes a recipe, and what verl_rc.main_ppo takes, ``--config-name`` and ``--config-dir`` included."""
     # With no character that starts an option, argparse leaves all arguments to the loader.
     parser = subcommands.add_parser(name, help=summary, prefix_chars="\0", add_help=False)
-    parser.add_argument("arguments", metavar="KEY=VALUE", nargs="*")
+    parser.add_argument("arguments", metavar="[RECIPE.sh] KEY=VALUE", nargs="*")
     return parser
 
 
@@ -74,7 +74,8 @@ def _add_export(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
 def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "translate a verl recipe's overrides or run files, of any release, into overrides of verl_rc"
     parser = subcommands.add_parser("migrate", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-    parser.add_argument("arguments", metavar="FILE_OR_OVERRIDE", nargs="+", help="a YAML file, or key=value")
+    parser.add_argument("arguments", metavar="FILE_OR_OVERRIDE", nargs="+", help="a shell script, a YAML file, or key=value")
+    parser.add_argument("--recipe", action="store_true", help="write a shell script that starts the run, not bare overrides")
     parser.add_argument("--era", choices=("A", "B1", "B2", "B3", "C", "D"), help="the release's era, where its keys do not tell")
     parser.add_argument(
         "--k1_bound_convention",
@@ -98,7 +99,7 @@ def _explain(given: argparse.Namespace) -> int:
     from verl_rc.report.explain import plan_text  # noqa: PLC0415  (torch)
 
     try:
-        config = load_run_config(given.arguments)
+        config = load_run_config(_with_recipe(given.arguments))
     except ValueError as error:
         return _refuse_configuration(error)
     sys.stdout.write(plan_text(config))
@@ -109,13 +110,14 @@ def _doctor(given: argparse.Namespace) -> int:
     if _asks_for_help(given.arguments):
         return _show_usage("doctor", given.arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
     from verl_rc.report.doctor import examine  # noqa: PLC0415  (torch, transformers)
     from verl_rc.report.findings import verdict  # noqa: PLC0415  (next to the one above)
 
     try:
-        config = load_run_config(given.arguments)
+        config = load_run_config(_with_recipe(given.arguments))
     except ValueError as error:
         return _refuse_configuration(error)
     failures = 0
@@ -127,12 +129,19 @@ def _doctor(given: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
+def _with_recipe(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments that a recipe named first would start a run with, called with the others."""
+    from verl_rc.config.recipe_script import arguments_of_script, is_recipe_script  # noqa: PLC0415  (beside the loader)
+
+    return arguments_of_script(arguments[0], arguments[1:]) if is_recipe_script(arguments[0]) else arguments
+
+
 def _asks_for_help(arguments: Sequence[str]) -> bool:
     return not arguments or bool({"-h", "--help"} & set(arguments))
 
 
 def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
-    sys.stdout.write(f"usage: verl-rc {subcommand} KEY=VALUE ...   (as python -m verl_rc.main_ppo takes them)\n")
+    sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] KEY=VALUE ...   (as recipes and python -m verl_rc.main_ppo do)\n")
     return 0 if arguments else USER_ERROR
 
 
@@ -144,7 +153,8 @@ def _migrate(given: argparse.Namespace) -> int:
         migration = migrate(given.arguments, {name: value for name, value in named.items() if value is not None})
     except ValueError as error:
         return _refuse("migrate", error)
-    sys.stdout.write("".join(f"{override}\n" for override in migration.overrides))
+    written = migration.recipe() if given.recipe else "".join(f"{override}\n" for override in migration.overrides)
+    sys.stdout.write(written)
     sys.stderr.write("".join(f"# {note}\n" for note in migration.notes))
     return 0
 
@@ -157,10 +167,8 @@ def _presets(given: argparse.Namespace) -> int:
     except ValueError as error:
         return _refuse("presets", error)
     for name, config in configs.items():
-        decided = {"rollout_is_threshold": config.rollout_is is not None, "loss_type": config.bypass_mode}
-        fields = config.model_dump(exclude_defaults=True, exclude={field for field, is_read in decided.items() if not is_read})
-        fields |= {field: getattr(config, field) for field, is_read in decided.items() if is_read}
-        sys.stdout.write(f"{name}: {', '.join(f'{field}={value}' for field, value in fields.items()) or 'measures only'}\n")
+        decided = ", ".join(f"{field}={value}" for field, value in config.decided_fields().items())
+        sys.stdout.write(f"{name}: {decided or 'measures only'}\n")
         sys.stdout.write(f"    {PRESETS[name].summary} ({PRESETS[name].origin})\n")
     return 0
 

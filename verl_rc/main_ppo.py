@@ -1,5 +1,7 @@
 """``python -m verl_rc.main_ppo key=value …``: train a policy with PPO and rollout correction."""
 
+import sys
+
 from verl_rc.config.load import run_with_config
 from verl_rc.config.run import RunConfig
 from verl_rc.driver.announce import say, speak_on_stdout
@@ -13,9 +15,14 @@ def train(config: RunConfig) -> None:
     from verl_rc.cluster.ray_session import start_ray_in_background  # noqa: PLC0415
 
     ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
-    from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (torch loads while Ray starts)
+    from verl_rc.checkpoint import CheckpointError  # noqa: PLC0415  (torch loads while Ray starts)
+    from verl_rc.driver.train import main as run_training  # noqa: PLC0415  (as above)
 
-    run_training(config, ray_started)
+    try:
+        run_training(config, ray_started)
+    except CheckpointError as error:  # a matter of the disk, not of the code
+        sys.stderr.write(f"the run ended: {error}\n")
+        raise SystemExit(1) from None
 
 
 def main() -> None:

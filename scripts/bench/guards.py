@@ -1,7 +1,8 @@
 """What the ledger and the guards cost: processor time per step, for batches of three sizes.
 
-Fingerprints are taken twice a step (when the samples arrive and before the update), the books are kept and closed, the reward is
-watched. The share is that of a step of one second on one core.
+Fingerprints are taken twice a step (when the samples arrive and before the update), masks are checked, the books are kept and
+closed, the reward is watched. The last column says what that is for each token: a run that handles 100,000 of them per second,
+from sampling to update, has 10,000 ns for each.
 """
 
 import time
@@ -11,7 +12,7 @@ import torch
 
 from verl_rc.data.batches import TokenBatch
 from verl_rc.data.fingerprint import fingerprints, require_sampled_tokens
-from verl_rc.ppo.ledger import Ledger, fates_in_update
+from verl_rc.ppo.ledger import Ledger, fates_in_update, require_sampled_loss
 from verl_rc.ppo.reward_watch import RewardWatch
 
 SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096))
@@ -42,10 +43,12 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 
 def books(mask: torch.Tensor) -> None:
-    """Everything that the ledger does in a step with eight mini-batches."""
-    ledger, count = Ledger(), int(mask.sum())
+    """Everything that the ledger does in a step with eight mini-batches: three counts of tokens, two comparisons of masks."""
+    ledger, count = Ledger(), int(torch.count_nonzero(mask))
     ledger.sampled(count, prompts=len(mask) // 8)
-    ledger.book({"rejected": int((mask & ~mask).sum())})
+    ledger.require_in_batch(int(torch.count_nonzero(mask)))
+    require_sampled_loss(mask, mask, mask)
+    ledger.book({"rejected": int(torch.count_nonzero(mask & ~mask))})
     parts = [count // 8] * 7 + [count - 7 * (count // 8)]
     ledger.book(fates_in_update(parts, parts, [1.0] * 8, epochs=1))
     ledger.book_prompts({"in_batch": len(mask) // 8})
@@ -67,11 +70,11 @@ def costs_of(rows: int, prompt: int, response: int) -> list[float]:
 def main() -> None:
     """Print one line per size."""
     torch.set_num_threads(1)
-    print(f"{'rows x (prompt + response)':>28} {'fingerprints':>13} {'check':>9} {'ledger':>9} {'reward':>9} {'of 1 s':>9}")
+    print(f"{'rows x (prompt + response)':>28} {'fingerprints':>13} {'check':>9} {'ledger':>9} {'reward':>9} {'a token':>9}")
     for rows, prompt, response in SIZES:
-        costs = costs_of(rows, prompt, response)
+        costs, tokens = costs_of(rows, prompt, response), rows * (prompt + response)
         shown = " ".join(f"{cost:>6.2f} ms" for cost in costs)
-        print(f"{f'{rows} x ({prompt} + {response})':>28} {'':>4}{shown} {sum(costs) / 10:>7.2f} %")
+        print(f"{f'{rows} x ({prompt} + {response})':>28} {'':>4}{shown} {1e6 * sum(costs) / tokens:>6.1f} ns")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # Jobs are submitted to the dashboard's port, which needs packages that a single machine does not.
 "$bin/python" -c 'import ray.dashboard.optional_deps, smart_open, virtualenv' 2>/dev/null \
-  || fail "submitting jobs needs Ray's dashboard: $bin/python -m pip install 'ray[default]==$("$bin/python" -c 'import ray; print(ray.__version__)')'"
+  || fail "submitting jobs needs Ray's dashboard: $bin/python -m pip install --editable '.[ray]'"
 
 "$bin/ray" start --head --port="$ray_port" --dashboard-host=127.0.0.1 --dashboard-port="$dashboard_port" "$@"
 

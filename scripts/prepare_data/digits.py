@@ -10,10 +10,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from problems import conversation, distinct_problems, rl_row, write_rows
 
 DATA_SOURCE = "digits"
 
@@ -34,7 +32,7 @@ TASKS = {
 }
 
 
-def distinct_problems(count: int, length: int, seed: int) -> list[str]:
+def draw_problems(count: int, length: int, seed: int) -> list[str]:
     """``count`` different strings of ``length`` random digits (digits may repeat), in random order.
 
     Raises ``ValueError`` when there are fewer than twice as many such strings.
@@ -44,28 +42,11 @@ def distinct_problems(count: int, length: int, seed: int) -> list[str]:
             f"--length must give at least twice as many problems as are asked for, got {count} problems of length "
             f"{length}. Raise --length, or lower --num_train, --num_val or --num_sft."
         )
-    generator = random.Random(seed)
-    problems: dict[str, None] = {}
-    while len(problems) < count:
-        problems["".join(generator.choices("0123456789", k=length))] = None
-    return list(problems)
 
+    def draw(generator: random.Random) -> str:
+        return "".join(generator.choices("0123456789", k=length))
 
-def rl_row(problem: str, task: str, split: str, index: int) -> dict[str, Any]:
-    """One row of an RL file: the prompt as chat messages and the answer as ground truth."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": problem}],
-        "ability": task,
-        "reward_model": {"style": "rule", "ground_truth": TASKS[task].solve(problem)},
-        "extra_info": {"split": split, "index": index},
-    }
-
-
-def sft_row(problem: str, task: str) -> dict[str, Any]:
-    """One row of an SFT file: a worked example as a conversation."""
-    answer = TASKS[task].solve(problem)
-    return {"messages": [{"role": "user", "content": problem}, {"role": "assistant", "content": answer}]}
+    return distinct_problems(draw, count, seed)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -91,20 +72,23 @@ def main(arguments: list[str] | None = None) -> None:
         "sft_train": options.num_sft,
         "train": options.num_train,
     }
-    length = options.length or TASKS[options.task].default_length
+    task = TASKS[options.task]
+    length = options.length or task.default_length
     try:
-        problems = iter(distinct_problems(sum(sizes.values()), length, options.seed))
+        problems = iter(draw_problems(sum(sizes.values()), length, options.seed))
     except ValueError as error:
         raise SystemExit(f"digits.py: {error}") from None
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     for split, size in sizes.items():
         chosen = [next(problems) for _ in range(size)]
         if split.startswith("sft"):
-            rows = [sft_row(problem, options.task) for problem in chosen]
+            rows = [conversation(("user", problem), ("assistant", task.solve(problem))) for problem in chosen]
         else:
-            rows = [rl_row(problem, options.task, split, index) for index, problem in enumerate(chosen)]
+            rows = [
+                rl_row(DATA_SOURCE, options.task, problem, task.solve(problem), (split, index))
+                for index, problem in enumerate(chosen)
+            ]
         path = options.output_dir / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path)
+        write_rows(rows, path)
         print(f"{path}: {size} problems")
 
 

@@ -10,15 +10,13 @@ Example: python scripts/prepare_data/sums.py --output_dir data/sums --terms 4
 import argparse
 import random
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from problems import Row, conversation, distinct_problems, rl_row, write_rows
 
 DATA_SOURCE = "sums"
 
 
-def distinct_problems(count: int, terms: int, largest: int, seed: int) -> list[str]:
+def draw_problems(count: int, terms: int, largest: int, seed: int) -> list[str]:
     """``count`` different sums of ``terms`` numbers from 1 to ``largest``, in random order.
 
     Raises ``ValueError`` when there are fewer than twice as many.
@@ -28,11 +26,11 @@ def distinct_problems(count: int, terms: int, largest: int, seed: int) -> list[s
             f"--terms and --largest must give at least twice as many problems as are asked for, got {count} problems and "
             f"{largest}**{terms} sums. Raise them, or lower --num_train, --num_val or --num_sft."
         )
-    generator = random.Random(seed)
-    problems: dict[str, None] = {}
-    while len(problems) < count:
-        problems["+".join(str(generator.randint(1, largest)) for _ in range(terms))] = None
-    return list(problems)
+
+    def draw(generator: random.Random) -> str:
+        return "+".join(str(generator.randint(1, largest)) for _ in range(terms))
+
+    return distinct_problems(draw, count, seed)
 
 
 def solve(problem: str) -> str:
@@ -40,28 +38,12 @@ def solve(problem: str) -> str:
     return str(sum(map(int, problem.split("+"))))
 
 
-def rl_row(problem: str, split: str, index: int) -> dict[str, Any]:
-    """One row of an RL file: the prompt as chat messages and the answer as ground truth."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": problem}],
-        "ability": "sum",
-        "reward_model": {"style": "rule", "ground_truth": solve(problem)},
-        "extra_info": {"split": split, "index": index},
-    }
-
-
-def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
-    """One row of an SFT file, from pairs of role and text."""
-    return {"messages": [{"role": role, "content": text} for role, text in turns]}
-
-
-def call_row(problem: str) -> dict[str, Any]:
+def call_row(problem: str) -> Row:
     """A worked example that ends with the call of the tool."""
     return conversation(("user", problem), ("assistant", f"<tool>{problem}</tool>"))
 
 
-def sft_rows(problem: str, with_tool: bool) -> list[dict[str, Any]]:
+def sft_rows(problem: str, with_tool: bool) -> list[Row]:
     """Worked examples of one problem: the call, and the answer after the tool's; or the answer at once."""
     if not with_tool:
         return [conversation(("user", problem), ("assistant", solve(problem)))]
@@ -96,10 +78,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     sizes = {"val": options.num_val, "sft_val": options.num_sft_val, "sft_train": options.num_sft, "train": options.num_train}
     try:
-        problems = iter(distinct_problems(sum(sizes.values()), options.terms, options.largest, options.seed))
+        problems = iter(draw_problems(sum(sizes.values()), options.terms, options.largest, options.seed))
     except ValueError as error:
         raise SystemExit(f"sums.py: {error}") from None
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     for split, size in sizes.items():
         chosen = [next(problems) for _ in range(size)]
         if split == "sft_val":
@@ -108,9 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
             with_tool = round(options.tool_share * size)
             rows = [row for index, problem in enumerate(chosen) for row in sft_rows(problem, index < with_tool)]
         else:
-            rows = [rl_row(problem, split, index) for index, problem in enumerate(chosen)]
+            rows = [rl_row(DATA_SOURCE, "sum", problem, solve(problem), (split, index)) for index, problem in enumerate(chosen)]
         path = options.output_dir / f"{split}.parquet"
-        pq.write_table(pa.Table.from_pylist(rows), path)
+        write_rows(rows, path)
         print(f"{path}: {len(rows)} rows of {size} problems")
 
 

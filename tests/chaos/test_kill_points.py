@@ -5,19 +5,15 @@ One run lives many times: each life goes on from the newest checkpoint and ends 
 ``pytest tests/chaos/test_kill_points.py -m slow -v``; results are in docs/experiment_log.md.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from compared_runs import differences, prompts_in_order
-from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
+from compared_runs import committed, differences, prompts_in_order
+from real_runs import of_folder, train
 
 pytestmark = pytest.mark.slow
 
-STEPS = 6
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
 CHECKPOINTS, STORE = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store"
 RECORD, STATE = "verl_rc.driver.step_record", "verl_rc.checkpoint.run_state"
@@ -43,7 +39,7 @@ LIVES = (
     Life("actor", f"{STAGES}:update_actor", 2, "0.05", 1),
     Life("driver", f"{CHECKPOINTS}:write", 1, "0.02", 0),
     Life("actor", f"{CHECKPOINTS}:write", 1, "0.02", 0),
-    Life("driver", f"{STORE}:_sync_tree", 1, "after", 0),
+    Life("driver", f"{STORE}:sync_tree", 1, "after", 0),
     Life("driver", f"{STORE}:CheckpointStore._write_latest", 1, "before", 1),
     Life("actor", f"{WEIGHTS}:publish", 2, "0.005", 0),
     Life("driver", f"{STAGES}:update_actor", 1, "0.05", 0),
@@ -60,6 +56,18 @@ LIVES = (
     Life("driver", f"{STAGES}:dump_rollouts", 1, "after", 0),
     Life("driver", f"{STORE}:CheckpointStore.begin", 1, "after", 0),
 )
+LIVES_WITH_ASYNC_SAVE = (
+    Life("actor", f"{CHECKPOINTS}:write", 1, "after", 0),
+    Life("driver", f"{CHECKPOINTS}:commit", 1, "after", 0),
+    Life("driver", f"{TRAIN}:sample_batch", 2, "0.02", 0),
+    Life("actor", f"{TRAIN}:sample_batch", 2, "0.05", 0),
+    Life("actor", f"{STAGES}:evaluate", 2, "before", 0),
+    Life("driver", f"{CHECKPOINTS}:commit", 2, "before", 1),
+    Life("driver", f"{STORE}:CheckpointStore.seal", 1, "after", 0),
+    Life("driver", f"{STORE}:CheckpointStore.commit", 1, "before", 1),
+    Life("driver", f"{STORE}:sync_tree", 1, "after", 1),
+)
+"""The actor takes six seconds to write, longer than a step: where nothing is gained it was in the middle of it."""
 ENGINE_LOSSES = (
     ("SIGSTOP", f"{STAGES}:generate", "1", "0.02"),
     ("SIGKILL", f"{WEIGHTS}:publish", "2", "0.005"),
@@ -70,56 +78,37 @@ ENGINE_LOSSES = (
 )
 
 
-def train(overrides: list[str], *disturbances: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(ROOT / "tests" / "disturbed_run.py"), *disturbances, "--", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
-
-
-def committed(folder: Path) -> list[int]:
-    numbers = [path.name.removeprefix("global_step_") for path in folder.glob("global_step_*")]
-    return sorted(int(number) for number in numbers if number.isdigit())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chaos")
-    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def overrides(task: dict[str, Path], folder: Path) -> list[str]:
-    return [
-        *(item for item in run_overrides(task, folder) if not item.startswith(("trainer.default", "trainer.rollout_data_dir"))),
-        f"reward.custom_reward_function.path={folder / 'reward.py'}",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.shuffle=True",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.rollout.sync_proof.canary_freq=0",
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=1",
-        "trainer.save_freq=1",
-    ]
-
-
-def of_folder(folder: Path) -> list[str]:
-    return [f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder / 'rollouts'}"]
-
-
-@pytest.fixture(scope="module")
-def whole_run(overrides: list[str], folder: Path) -> Path:
-    result = train([*overrides, *of_folder(folder / "whole")])
-    assert result.returncode == 0, result.stderr[-3000:]
-    return folder / "whole"
-
-
 @pytest.mark.parametrize("life", LIVES, ids=str)
 def test_a_life_that_ends_leaves_only_what_never_died_would_have(
     life: Life, overrides: list[str], folder: Path, whole_run: Path
 ) -> None:
-    lives = folder / "lives"
+    live(life, overrides, folder / "lives", whole_run)
+
+
+def test_the_last_life_ends_as_the_run_that_never_died(overrides: list[str], folder: Path, whole_run: Path) -> None:
+    live_to_the_end(overrides, folder / "lives", whole_run)
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTOR_WORKER", "slow_disk:SlowlySavingPolicyWorker")
+
+
+ASYNC_SAVE = "actor_rollout_ref.actor.checkpoint.async_save=True"
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("life", LIVES_WITH_ASYNC_SAVE, ids=str)
+def test_a_life_that_saves_beside_its_steps(life: Life, overrides: list[str], folder: Path, whole_run: Path) -> None:
+    live(life, [*overrides, ASYNC_SAVE], folder / "async", whole_run)
+
+
+@pytest.mark.usefixtures("slow_disk")
+def test_the_last_life_that_saves_beside_its_steps(overrides: list[str], folder: Path, whole_run: Path) -> None:
+    live_to_the_end([*overrides, ASYNC_SAVE], folder / "async", whole_run)
+
+
+def live(life: Life, overrides: list[str], lives: Path, whole_run: Path) -> None:
     done = len(committed(lives)) + life.gain
     result = train([*overrides, *of_folder(lives)], life.victim, "SIGKILL", life.function, str(life.call), life.when)
     assert f"disturbance: SIGKILL to the {life.victim}" in result.stderr
@@ -132,14 +121,14 @@ def test_a_life_that_ends_leaves_only_what_never_died_would_have(
     assert differences(whole_run, lives, done) == []
 
 
-def test_the_last_life_ends_as_the_run_that_never_died(overrides: list[str], folder: Path, whole_run: Path) -> None:
-    lives = folder / "lives"
+def live_to_the_end(overrides: list[str], lives: Path, whole_run: Path) -> None:
     result = train([*overrides, *of_folder(lives)])
     assert result.returncode == 0, result.stderr[-3000:]
-    assert differences(whole_run, lives, STEPS) == []
-    prompts = prompts_in_order(lives, STEPS)
-    assert prompts == prompts_in_order(whole_run, STEPS)
-    assert len(set(prompts)) == len(prompts) == 4 * STEPS
+    steps = committed(whole_run)[-1]
+    assert differences(whole_run, lives, steps) == []
+    prompts = prompts_in_order(lives, steps)
+    assert prompts == prompts_in_order(whole_run, steps)
+    assert len(set(prompts)) == len(prompts) == 4 * steps
 
 
 def test_engines_that_are_lost_change_nothing(overrides: list[str], folder: Path, whole_run: Path) -> None:
@@ -147,4 +136,4 @@ def test_engines_that_are_lost_change_nothing(overrides: list[str], folder: Path
     result = train([*overrides, *of_folder(folder / "engines"), "actor_rollout_ref.rollout.engine_timeout_seconds=20"], *words)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stderr.count("disturbance: ") == len(ENGINE_LOSSES)
-    assert differences(whole_run, folder / "engines", STEPS) == []
+    assert differences(whole_run, folder / "engines", committed(whole_run)[-1]) == []

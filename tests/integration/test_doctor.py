@@ -60,6 +60,16 @@ def with_a_reward_that_raises(task: dict[str, Path], folder: Path) -> list[str]:
     return [f"reward.custom_reward_function.path={path}"]
 
 
+def with_a_reward_that_hangs(task: dict[str, Path], folder: Path) -> list[str]:
+    (folder / "hangs.py").write_text("def compute_score(**_):\n    while True:\n        pass\n")
+    return [f"reward.custom_reward_function.path={folder / 'hangs.py'}", "reward.timeout_seconds=0.5"]
+
+
+def with_a_reward_that_exits(task: dict[str, Path], folder: Path) -> list[str]:
+    (folder / "exits.py").write_text("import os\n\n\ndef compute_score(**_):\n    os._exit(0)\n")
+    return [f"reward.custom_reward_function.path={folder / 'exits.py'}"]
+
+
 def in_a_file(task: dict[str, Path], folder: Path) -> list[str]:
     (folder / "file").touch()
     return [f"trainer.default_local_dir={folder / 'file' / 'run'}"]
@@ -82,6 +92,8 @@ FAULTS = {
     ),
     "too few prompts": (lambda task, folder: ["data.train_batch_size=128"], "data.train_files, size", "64 prompts"),
     "a reward that raises": (with_a_reward_that_raises, "reward", "ZeroDivisionError"),
+    "a reward that hangs": (with_a_reward_that_hangs, "reward", "it took longer than 0.5 s"),
+    "a reward that exits": (with_a_reward_that_exits, "reward", "its process ended with exit code 0"),
     "too many ranks": (
         lambda task, folder: [
             "trainer.n_gpus_per_node=128",

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
+from real_runs import train
+from small_runs import SHARE_OF_DIGITS, run_overrides
 
 from verl_rc.cluster.remote import RemoteError
 from verl_rc.cluster.watchdog import identity_of
@@ -114,9 +113,3 @@ def test_sigterm_saves_the_step_and_exits_with_143(overrides: list[str], tmp_pat
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "2 steps are done" in resumed.stdout
     assert sorted(path.name for path in run.glob("global_step_*")) == ["global_step_2", "global_step_3"]
-
-
-def train(overrides: list[str], *disturbance: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(ROOT / "tests" / "disturbed_run.py"), *disturbance, "--", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)

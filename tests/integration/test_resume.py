@@ -32,6 +32,7 @@ WITH_EVERYTHING = [
     "trainer.test_freq=-1",
     "trainer.val_before_train=False",
     "trainer.save_freq=2",
+    "actor_rollout_ref.actor.checkpoint.async_save=True",
 ]
 NOT_OF_THE_TRAINING = ("timing_", "perf/", "sync/canary")
 
@@ -67,7 +68,8 @@ def whole_run(overrides: list[str]) -> Path:
 
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(overrides: list[str], whole_run: Path, tmp_path: Path) -> None:
     shutil.copytree(whole_run / "global_step_2", tmp_path / "again" / "global_step_2")
-    result = train(*overrides, f"trainer.default_local_dir={tmp_path / 'again'}")
+    waiting = "actor_rollout_ref.actor.checkpoint.async_save=False"
+    result = train(*overrides, f"trainer.default_local_dir={tmp_path / 'again'}", waiting)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "2 steps are done" in result.stdout
     expected, found = metrics_by_step(whole_run), metrics_by_step(tmp_path / "again")

@@ -2,15 +2,21 @@
 
 import multiprocessing
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
 
 from verl_rc.checkpoint import (
+    BackgroundWriter,
     CheckpointError,
+    collect_shards,
     load_full_state_dict,
     load_shards,
     resume_schedule,
@@ -90,6 +96,9 @@ class Trainer:
         save_shards(folder, self.model, self.optimizer, {"scheduler": schedule_state(self.scheduler)}, **options)
         return self
 
+    def save_beside(self, writer: BackgroundWriter, folder: Path) -> None:
+        writer.start(folder, collect_shards(self.model, self.optimizer, {"scheduler": schedule_state(self.scheduler)}))
+
     def load(self, folder: Path) -> "Trainer":
         resume_schedule(self.scheduler, load_shards(folder, self.model, self.optimizer)["scheduler"])
         return self
@@ -140,8 +149,34 @@ def on_two_ranks(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank() == 1:
-            patch.setattr(shards_module, "save_random_state", lambda path: (folder / "nowhere" / "x").read_text())
+            patch.setattr(shards_module, "save_random_state", lambda *_: (folder / "nowhere" / "x").read_text())
         found["one rank cannot write"] = message_of(other.save, folder / "unwritten")
+
+
+def beside_the_training(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
+    """Ranks learn, in a group of their own, while other threads of theirs write; then the second of them cannot."""
+    writer, trainer = BackgroundWriter(pin_memory=False), Trainer(mesh, seed=10).train(3)
+    with slow_disk():
+        trainer.save_beside(writer, folder / "beside")
+        trainer.train(3)
+        found["beside: was being written"] = not writer.has_ended(wait=False)
+    found["beside: straight on"] = trainer.snapshot()
+    writer.has_ended(wait=True)
+    found["beside: resumed"] = Trainer(mesh, seed=11).load(folder / "beside").train(3).snapshot()
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_rank() == 1:
+            patch.setattr(FileSystemWriter, "write_data", lambda *_: (folder / "nowhere" / "x").read_text())
+        trainer.save_beside(writer, folder / "unwritten beside")
+        found["beside: one rank cannot write"] = message_of(writer.has_ended, True)
+    trainer.train(1)
+
+
+@contextmanager
+def slow_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        write = FileSystemWriter.write_data
+        patch.setattr(FileSystemWriter, "write_data", lambda *arguments: time.sleep(0.5) or write(*arguments))
+        yield
 
 
 def on_one_rank(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
@@ -162,7 +197,8 @@ def on_two_ranks_again(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
 def run_rank(rank: int, folder: Path, ports: list[int]) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    for scenario, world_size, port in zip((on_two_ranks, on_one_rank, on_two_ranks_again), (2, 1, 2), ports, strict=True):
+    scenarios = (on_two_ranks, on_one_rank, on_two_ranks_again, beside_the_training)
+    for scenario, world_size, port in zip(scenarios, (2, 1, 2, 2), ports, strict=True):
         if rank < world_size:
             mesh = join_trainer_group(RankAddress(rank, world_size, "127.0.0.1", port), torch.device("cpu"), 60)
             scenario(mesh, folder, found)
@@ -173,7 +209,7 @@ def run_rank(rank: int, folder: Path, ports: list[int]) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
         probe.close()
@@ -203,6 +239,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
         ("1: straight on", "1: resumed"),
         ("unstepped: straight on", "unstepped: resumed"),
         ("frozen: straight on", "frozen: resumed"),
+        ("beside: straight on", "beside: resumed"),
     ],
 )
 def test_bit_for_bit(found: list[dict[str, Any]], one: str, other: str) -> None:
@@ -242,6 +279,7 @@ def test_a_rank_that_was_not_saved_keeps_its_random_state(found: list[dict[str, 
         ("frozen: trained whole", "lacks blocks.0.mix.bias, blocks.0.mix.weight, blocks.1.mix.bias, blocks.1.mix.weight"),
         ("other: no folder", "shards.json is missing"),
         ("one rank cannot write", "No such file or directory"),
+        ("beside: one rank cannot write", "1 failed, first rank 1 with FileNotFoundError"),
     ],
 )
 def test_every_rank_says_the_same(found: list[dict[str, Any]], case: str, said: str) -> None:
@@ -249,6 +287,10 @@ def test_every_rank_says_the_same(found: list[dict[str, Any]], case: str, said: 
     assert found[0][case] == found[1][case]
     assert len(found[0][case].splitlines()) == 1
     assert len(found[0][case]) < 1000
+
+
+def test_it_was_being_written_while_the_ranks_learned(found: list[dict[str, Any]]) -> None:
+    assert [rank["beside: was being written"] for rank in found] == [True, True]
 
 
 def test_a_refused_checkpoint_changes_nothing(found: list[dict[str, Any]]) -> None:

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+from real_runs import left_over_processes, marked_environment
 from small_runs import ROOT, run_overrides
 
 from verl_rc.config.load import load_config
@@ -19,28 +19,8 @@ from verl_rc.metrics import check_names
 
 def train(overrides: list[str]) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "verl_rc.main_ppo", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VERL_RC_TEST_CHILD": str(os.getpid())}
+    environment = marked_environment()
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-def left_over_processes(patience_seconds: float = 30.0) -> list[str]:
-    """Processes that a run started and did not take with it; on a busy machine the last ones need a moment to die."""
-    deadline = time.monotonic() + patience_seconds
-    while (found := _marked_processes()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return found
-
-
-def _marked_processes() -> list[str]:
-    marker = f"VERL_RC_TEST_CHILD={os.getpid()}".encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker in (folder / "environ").read_bytes().split(b"\0"):
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +103,7 @@ def test_impossible_data_or_resources_exit_with_2(
 
 def test_ctrl_c_ends_the_run_and_everything_it_started(task: dict[str, Path], tmp_path: Path) -> None:
     overrides = [*run_overrides(task, tmp_path), "trainer.total_epochs=1000", "trainer.total_training_steps=10000"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VERL_RC_TEST_CHILD": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environment = {**marked_environment(), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "verl_rc.main_ppo", *overrides]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

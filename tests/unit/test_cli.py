@@ -122,6 +122,18 @@ def test_migrate_prints_overrides_and_says_what_changed(capsys: pytest.CaptureFi
     assert all(line.startswith("# ") for line in printed.err.splitlines())
 
 
+def test_migrate_writes_a_recipe_that_explain_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = "actor_rollout_ref.model.path=org/model data.train_files=a.parquet data.val_files=b.parquet trainer.n_gpus_per_node=2"
+    more = "actor_rollout_ref.actor.use_dynamic_bsz=True +actor_rollout_ref.actor.tis_imp_ratio_cap=2.5 trainer.device=cpu"
+    (tmp_path / "verl.sh").write_text(f"python3 -m verl.trainer.main_ppo {keys} \\\n  {more} $@\n")
+    assert main(["migrate", "--recipe", str(tmp_path / "verl.sh")]) == 0
+    (tmp_path / "recipe.sh").write_text(capsys.readouterr().out)
+    assert main(["explain", str(tmp_path / "recipe.sh"), "trainer.total_training_steps=7"]) == 0
+    plan = capsys.readouterr().out
+    assert "at most 2.5 (rollout_is_weights)" in plan
+    assert "training steps: 7" in plan
+
+
 @pytest.mark.parametrize("arguments", [["migrate", "nowhere.yaml"], ["presets", "decoupled_sq_is"]])
 def test_mistakes_of_other_commands_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
@@ -133,6 +145,6 @@ def test_presets_are_printed_as_their_fields(capsys: pytest.CaptureFixture[str])
     assert main(["presets", "decoupled_seq_is_rs", "disabled"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rules = "rollout_rs=seq_sum_k1, rollout_rs_threshold=0.5_2.0"
-    assert lines[0] == f"decoupled_seq_is_rs: rollout_is=sequence, {rules}, rollout_is_threshold=2.0"
+    assert lines[0] == f"decoupled_seq_is_rs: rollout_is=sequence, rollout_is_threshold=2.0, {rules}"
     assert lines[1].startswith("    sequence weights; sequences with a ratio outside [0.5, 2] are rejected (verl")
     assert lines[2] == "disabled: measures only"

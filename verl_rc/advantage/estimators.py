@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -22,23 +21,28 @@ from verl_rc.advantage.groups import make_groups
 from verl_rc.advantage.inputs import AdvantageEstimator, AdvantageInputs
 from verl_rc.advantage.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from verl_rc.advantage.reinforce import reinforce_plus_plus, remax
+from verl_rc.config.named_functions import NamedFunctions
 
-_ESTIMATORS: dict[str, AdvantageEstimator] = {
-    "gae": gae,
-    "grpo": grpo,
-    "grpo_passk": grpo_passk,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "opo": opo,
-    "gpg": gpg,
-    "gdpo": gdpo,
-    "optimal_token_baseline": optimal_token_baseline,
-    "tir_optimal_token_baseline": tir_optimal_token_baseline,
-}
+_ESTIMATORS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
+    "advantage estimator",
+    "algorithm.adv_estimator",
+    {
+        "gae": gae,
+        "grpo": grpo,
+        "grpo_passk": grpo_passk,
+        "rloo": rloo,
+        "reinforce_plus_plus": reinforce_plus_plus,
+        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+        "remax": remax,
+        "opo": opo,
+        "gpg": gpg,
+        "gdpo": gdpo,
+        "optimal_token_baseline": optimal_token_baseline,
+        "tir_optimal_token_baseline": tir_optimal_token_baseline,
+    },
+    aliases={"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+)
 _WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
-_ALIASES = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 
 
 def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
@@ -47,19 +51,12 @@ def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], Ad
     Raises:
         ValueError: when the name is taken by another function.
     """
-
-    def register(estimator: AdvantageEstimator) -> AdvantageEstimator:
-        if name in _ALIASES or _ESTIMATORS.get(name, estimator) is not estimator:
-            raise ValueError(f"an advantage estimator named {name!r} is registered already; choose another name")
-        _ESTIMATORS[name] = estimator
-        return estimator
-
-    return register
+    return _ESTIMATORS.register(name)
 
 
 def advantage_estimator_names() -> tuple[str, ...]:
     """Returns the names of all registered estimators and their aliases."""
-    return (*_ESTIMATORS, *_ALIASES)
+    return _ESTIMATORS.names()
 
 
 def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
@@ -68,21 +65,7 @@ def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ValueError: when there is no such estimator.
     """
-    registered = _ESTIMATORS.get(_ALIASES.get(name, name))
-    if registered is not None:
-        return registered
-    module_name, separator, function_name = name.partition(":")
-    if not separator:
-        raise ValueError(
-            f"algorithm.adv_estimator must be one of {', '.join(advantage_estimator_names())}, or 'module:function'; got {name!r}"
-        )
-    try:
-        estimator: AdvantageEstimator = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"the estimator {name!r} must name a function in an importable module (is it on PYTHONPATH?): {error}"
-        ) from error
-    return estimator
+    return _ESTIMATORS.resolve(name)
 
 
 def compute_advantages(  # noqa: PLR0913 - a public entry point, called with keywords

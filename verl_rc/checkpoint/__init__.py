@@ -1,22 +1,26 @@
 """A run on disk: complete checkpoints only, from which any number of ranks goes on exactly."""
 
+from verl_rc.checkpoint.background import BackgroundWriter
 from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.run_state import RunState, check_same_model
 from verl_rc.checkpoint.schedule import resume_schedule, schedule_state
 from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
-from verl_rc.checkpoint.shards import load_shards, save_shards
+from verl_rc.checkpoint.shards import collect_shards, load_shards, save_shards, write_shards
 from verl_rc.checkpoint.store import CheckpointStore, ResumeMode
 
 __all__ = [
+    "BackgroundWriter",
     "CheckpointError",
     "CheckpointStore",
     "ResumeMode",
     "RunState",
     "check_same_model",
+    "collect_shards",
     "load_full_state_dict",
     "load_shards",
     "resume_schedule",
     "save_shards",
     "schedule_state",
     "shards_problem",
+    "write_shards",
 ]

@@ -9,11 +9,16 @@ from torch import Tensor
 from verl_rc.checkpoint.errors import CheckpointError
 
 
-def save_random_state(path: Path) -> None:
-    """Write the states of torch's CPU generator and, where there is one, of this process's CUDA device."""
+def get_random_state() -> dict[str, Tensor]:
+    """The states of torch's CPU generator and, where there is one, of this process's CUDA device."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def save_random_state(state: dict[str, Tensor], path: Path) -> None:
+    """Write what ``get_random_state`` gave."""
     torch.save(state, path)
 
 

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -113,27 +113,32 @@ def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
-def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write ``tensors`` into ``folder``; a collective of all ranks where there are any. Raises ``CheckpointError``."""
-    with _one_line_per_failure(f"writing the shards in {folder}"):
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
+def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Write ``tensors`` into ``folder``; a collective of all ranks where there are any. Raises ``CheckpointError``.
+
+    They are on the disk afterwards, and the file ``.metadata``, which comes last, says that those of all ranks are.
+    """
+    alone = not dist.is_initialized()
+    with _one_line_per_failure(f"writing the shards in {folder}", alone):
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group, no_dist=alone)
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor], collective: bool) -> None:
     """Fill ``tensors`` from ``folder`` in place, all ranks together or this process alone. Raises ``CheckpointError``."""
-    with _one_line_per_failure(f"reading the shards in {folder}"):
+    with _one_line_per_failure(f"reading the shards in {folder}", alone=not collective):
         dcp.load(tensors, storage_reader=SafeReader(folder), no_dist=not collective)
 
 
 @contextmanager
-def _one_line_per_failure(doing: str) -> Iterator[None]:
-    """The first rank's failure as one line, where DCP has a stack trace per rank; its warning that it runs alone is hidden.
+def _one_line_per_failure(doing: str, alone: bool) -> Iterator[None]:
+    """The first rank's failure as one line, where DCP has a stack trace per rank; its warning that it runs ``alone`` is hidden.
 
     DCP's exception is a ``BaseException``: nothing that handles errors would see it.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        with warnings.catch_warnings() if alone else nullcontext():  # ranks write in a thread, and filters are for all threads
+            if alone:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             yield
     except dcp.CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])

@@ -5,6 +5,7 @@ The tensors are written by torch.distributed.checkpoint (DCP), each once, under 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from verl_rc.checkpoint.durable import sync
 from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.optimizer_state import empty_state_tensors, optimized_names, set_state_tensors, state_tensors
-from verl_rc.checkpoint.random_state import read_random_state, save_random_state, set_random_state
+from verl_rc.checkpoint.random_state import get_random_state, read_random_state, save_random_state, set_random_state
 from verl_rc.checkpoint.shard_folder import (
+    HEADER_FILE,
     MODEL,
     OPTIMIZER,
     ShardHeader,
@@ -30,14 +33,29 @@ MAX_NAMES = 5
 """Names listed in an error; the rest are counted."""
 
 
+@dataclass(frozen=True)
+class Shards:
+    """What one rank writes. The tensors are those of the model and its optimizer, not copies."""
+
+    tensors: dict[str, Tensor]
+    header: ShardHeader
+    random_state: dict[str, Tensor]
+
+
 def save_shards(
     folder: Path, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], leave_out_frozen: bool = False
 ) -> None:
-    """Write ``model``, ``optimizer``, ``extra`` (JSON data) and every rank's random state; a collective of all ranks.
+    """``collect_shards`` and ``write_shards`` in one; a collective of all ranks. Nothing in memory changes."""
+    write_shards(folder, collect_shards(model, optimizer, extra, leave_out_frozen))
+
+
+def collect_shards(
+    model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], leave_out_frozen: bool = False
+) -> Shards:
+    """This rank's part of ``model`` and ``optimizer``, its random state, and ``extra`` (JSON data).
 
     ``leave_out_frozen`` skips parameters without gradient: under LoRA they are those of the base model, which is on
-    disk already. Nothing in memory changes. Raises ``CheckpointError`` on every rank when one cannot write, or when
-    ``folder`` holds shards already.
+    disk already.
     """
     named = named_tensors(model)
     tensors = {MODEL + name: tensor.detach() for name, tensor in named.items() if not (leave_out_frozen and is_frozen(tensor))}
@@ -49,12 +67,22 @@ def save_shards(
         learning_rates=[] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups],
         extra=extra,
     )
-    with _failing_together():
+    return Shards(tensors, header, get_random_state())
+
+
+def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None = None) -> None:
+    """Write what every rank collected, to the disk itself; a collective of ``group`` (None: the default one).
+
+    Raises ``CheckpointError`` on every rank when one cannot write, or when ``folder`` holds shards already.
+    """
+    with _failing_together(group):
         folder.mkdir(parents=True, exist_ok=True)
         if _rank() == 0:
-            header.write(folder)
-        save_random_state(_random_file(folder))
-    write_tensors(folder, tensors)
+            shards.header.write(folder)
+            sync(folder / HEADER_FILE)
+        save_random_state(shards.random_state, _random_file(folder))
+        sync(_random_file(folder))
+    write_tensors(folder, shards.tensors, group)
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -141,7 +169,7 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def _failing_together() -> Iterator[None]:
+def _failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What goes wrong inside on any rank becomes a ``CheckpointError`` on all, so that none waits for another."""
     problem = None
     try:
@@ -151,7 +179,7 @@ def _failing_together() -> Iterator[None]:
     problems = [problem]
     if dist.is_initialized():
         problems *= dist.get_world_size()
-        dist.all_gather_object(problems, problem)
+        dist.all_gather_object(problems, problem, group=group)
     found = {text for text in problems if text is not None}
     if found:
         raise CheckpointError(" ".join(sorted(found)))

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
+from verl_rc.checkpoint.durable import sync, sync_tree
 from verl_rc.checkpoint.errors import CheckpointError
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 """Holds the step that was committed last, for people and scripts; nothing here reads it."""
 COMMIT_NUMBER_FILE = "commit_number"
-"""Inside a checkpoint: how many commits the run folder had seen, itself included."""
+"""Inside a checkpoint: how many commits the run folder had seen, itself included. It is what seals one."""
 _PARTIAL, _REPLACED, _DELETED = ".partial", ".replaced", ".deleted"
 _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 
@@ -34,13 +35,32 @@ class CheckpointStore:
             )
         self._run_folder = run_folder
         self._keep = keep
+        self.begun: int | None = None
+        """Step of the checkpoint that was begun and is not committed yet; None: there is none."""
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of ``step`` into; what a crash left behind is cleared away."""
         self._finish_interrupted_commit()
         partial = self._folder(step, _PARTIAL)
         partial.mkdir(parents=True)
+        self.begun = step
         return partial
+
+    def seal(self, step: int) -> None:
+        """Let the checkpoint count as soon as it is whole, be it after a crash: nothing but its shards may still be on its way.
+
+        Raises ``CheckpointError`` when ``begin`` was not called.
+        """
+        partial = self._folder(step, _PARTIAL)
+        if not partial.is_dir():
+            raise CheckpointError(f"seal({step}) needs the folder that begin({step}) made, but {partial} is not there.")
+        if _commit_number(partial):
+            return
+        for path in partial.iterdir():
+            sync(path)
+        (partial / COMMIT_NUMBER_FILE).write_text(f"{1 + max(map(_commit_number, self.newest_first()), default=0)}\n")
+        sync(partial / COMMIT_NUMBER_FILE)
+        sync(partial)
 
     def commit(self, step: int) -> Path:
         """Make what was written since ``begin(step)`` the newest checkpoint, then delete those beyond ``keep``.
@@ -49,16 +69,14 @@ class CheckpointStore:
         ``CheckpointError`` when ``begin`` was not called.
         """
         partial, final = self._folder(step, _PARTIAL), self._folder(step)
-        if not partial.is_dir():
-            raise CheckpointError(f"commit({step}) needs the folder that begin({step}) made, but {partial} is not there.")
-        commit_number = 1 + max((_commit_number(folder) for folder in self.newest_first()), default=0)
-        (partial / COMMIT_NUMBER_FILE).write_text(f"{commit_number}\n")
-        _sync_tree(partial)
+        sync_tree(partial)
+        self.seal(step)
         replaced = self._folder(step, _REPLACED)
         if final.exists():
             os.rename(final, replaced)
         os.rename(partial, final)
-        _sync(self._run_folder)
+        self.begun = None
+        sync(self._run_folder)
         self._write_latest(step)
         shutil.rmtree(replaced, ignore_errors=True)
         self._delete_old()
@@ -86,6 +104,7 @@ class CheckpointStore:
             return None, []
         if mode == "resume_path":
             return _given_checkpoint(path, is_readable), []
+        self._commit_what_is_whole(is_readable)
         self._finish_interrupted_commit()
         reasons: list[tuple[Path, str]] = []
         for folder in self.newest_first():
@@ -108,9 +127,9 @@ class CheckpointStore:
     def _write_latest(self, step: int) -> None:
         beside = self._run_folder / f"{LATEST_FILE}{_PARTIAL}"
         beside.write_text(f"{step}\n")
-        _sync(beside)
+        sync(beside)
         os.replace(beside, self._run_folder / LATEST_FILE)
-        _sync(self._run_folder)
+        sync(self._run_folder)
 
     def _delete_old(self) -> None:
         """Folders lose their name first: one that is half deleted must not look like a checkpoint."""
@@ -120,6 +139,12 @@ class CheckpointStore:
             doomed = folder.with_name(f"{folder.name}{_DELETED}")
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+    def _commit_what_is_whole(self, is_readable: Callable[[Path], str | None]) -> None:
+        """Commit a checkpoint that was sealed and then written to its end, before the run could."""
+        for partial in self._run_folder.glob(f"global_step_*{_PARTIAL}"):
+            if _commit_number(partial) and is_readable(partial) is None:
+                self.commit(_step_of(partial.with_suffix("")))
 
     def _finish_interrupted_commit(self) -> None:
         """Give a checkpoint that was moved aside its name back unless its successor took it; clear the rest away."""
@@ -158,19 +183,3 @@ def _commit_number(folder: Path) -> int:
         return int((folder / COMMIT_NUMBER_FILE).read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _sync_tree(folder: Path) -> None:
-    """Have the operating system write every file and folder below ``folder``, and itself, to the disk."""
-    for parent, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,6 +2,9 @@
 loads."""
 
 import os
+from pathlib import Path
+
+_PACKAGE_ROOT = Path(__file__).absolute().parents[2]
 
 # Ray 2.60 would otherwise write a token file into the home folder, phone home, and hide GPUs from actors that
 # reserve none.
@@ -28,6 +31,11 @@ def prepare_driver() -> None:
     """Set what must be there before ``import ray``; the user's own values win."""
     for name, value in {**_RAY, "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}.items():
         os.environ.setdefault(name, value)
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` of processes: the folder that holds this package first, so that they import the same code."""
+    return os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
 
 
 def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:

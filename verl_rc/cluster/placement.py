@@ -95,12 +95,11 @@ def _check_nodes(config: RunConfig, device: str) -> None:
         )
     if device == "cpu":
         return
-    engine_devices = config.num_engine_devices if own_pool else 0
-    needed, found = config.num_ranks + engine_devices, int(sum(node.get("GPU", 0) for node in nodes))
+    needed, found = config.num_devices, int(sum(node.get("GPU", 0) for node in nodes))
     per_node = max(config.trainer.n_gpus_per_node, (rollout.n_gpus_per_node or 0) if own_pool else 0)
     fitting = sum(node.get("GPU", 0) >= per_node for node in nodes)
     if needed > found or fitting < config.trainer.nnodes:
-        engines = f" and {engine_devices} for engines" if engine_devices else ""
+        engines = f" and {needed - config.num_ranks} for engines" if own_pool else ""
         raise ConfigError(
             f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed{engines}, {per_node} on a node; the "
             f"cluster has {found} on {len(nodes)} nodes. Lower trainer.n_gpus_per_node, or pass trainer.device=cpu to train on "

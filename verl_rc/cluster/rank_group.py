@@ -1,6 +1,7 @@
 """The ranks of one role as one: rows are split over them by token count, results come back in the order of the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class RankGroup:
 
     def build(self, config: RunConfig, total_steps: int) -> list[Pending]:
         """Load and shard the model on every rank; returns at once."""
-        (host, port) = wait_for_all([self._ranks[0].free_address()])[0]
+        host, port = self.free_address()
         addresses = [RankAddress(rank, self.num_ranks, host, port) for rank in range(self.num_ranks)]
         return [
             process.build(self.worker, config=config, address=address, total_steps=total_steps)
@@ -54,9 +55,18 @@ class RankGroup:
         devices: list[str] = wait_for_all([rank.visible_devices() for rank in self._ranks])
         return devices
 
+    def free_address(self) -> tuple[str, int]:
+        """Host and a free port of the first rank's node."""
+        host, port = wait_for_all([self._ranks[0].free_address()])[0]
+        return host, port
+
     def save(self, folder: Path) -> list[Pending]:
-        """Write the group's part of a checkpoint."""
+        """Write the group's part of a checkpoint, or with ``checkpoint.async_save`` copy what is to be written."""
         return [rank.call("save", folder) for rank in self._ranks]
+
+    def has_saved(self, wait: bool) -> list[Pending]:
+        """Whether each rank has written it; ``wait`` until it has."""
+        return [rank.call("has_saved", wait) for rank in self._ranks]
 
     def load(self, folder: Path) -> list[Pending]:
         """Go on from a checkpoint, which may have been written by another number of ranks."""
@@ -71,9 +81,9 @@ class RankGroup:
         assigned = assign_rows(tokens.sequence_lengths.tolist(), self.num_ranks, limit)
         pending, owned = [], []
         for process, micro_batches in zip(self._ranks, assigned, strict=True):
-            rows, local = _localise(micro_batches)
-            owned.append(rows)
-            pending.append(process.call(method, tokens[rows or [0]], local))
+            place = _places(micro_batches)
+            owned.append(rows := list(place))
+            pending.append(process.call(method, tokens[rows or [0]], _localised(micro_batches, place)))
         parts: list[list[Tensor]] = wait_for_all(pending)
         self.busy_seconds = longest_busy(pending)
         results = [torch.zeros(tokens.responses.shape) for _ in parts[0]]
@@ -90,9 +100,10 @@ class RankGroup:
         shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
         parts = []
         for rank in range(self.num_ranks):
-            rows = sorted({row for share in shares for part in share[rank].micro_batches for row in part})
-            place = {row: index for index, row in enumerate(rows)}
-            parts.append((batch[rows or [0]], [_with_local_rows(share[rank], place) for share in shares]))
+            own = [share[rank] for share in shares]
+            place = _places([rows for share in own for rows in share.micro_batches])
+            local = [replace(share, micro_batches=_localised(share.micro_batches, place)) for share in own]
+            parts.append((batch[list(place) or [0]], local))
         return parts
 
     def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -119,13 +130,12 @@ class RankGroup:
         return shares
 
 
-def _localise(micro_batches: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """The rows named anywhere, ascending and once, and the micro-batches in terms of their places among those."""
+def _places(micro_batches: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The rows named anywhere, ascending and once, each with its place among them."""
     rows = sorted({row for batch in micro_batches for row in batch})
-    place = {row: index for index, row in enumerate(rows)}
-    return rows, [[place[row] for row in batch] for batch in micro_batches]
+    return {row: place for place, row in enumerate(rows)}
 
 
-def _with_local_rows(share: MiniBatchShare, place: dict[int, int]) -> MiniBatchShare:
-    local = [[place[row] for row in rows] for rows in share.micro_batches]
-    return MiniBatchShare(local, share.num_tokens, share.num_sequences, share.num_loss_tokens)
+def _localised(micro_batches: Sequence[Sequence[int]], place: Mapping[int, int]) -> list[list[int]]:
+    """The micro-batches in terms of ``place`` among the rows that a rank gets."""
+    return [[place[row] for row in rows] for rows in micro_batches]

@@ -7,6 +7,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
+from verl_rc.cluster.environment import python_path
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.trainer import RayInitConfig
 
@@ -33,12 +34,12 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     if "env_vars" in runtime_env:  # a secret that was hidden in a saved configuration, and is not in the environment, is null
         runtime_env["env_vars"] = {key: value for key, value in runtime_env["env_vars"].items() if value is not None}
     if address is not None:
-        runtime_env["env_vars"] = {"PYTHONPATH": _python_path(), **runtime_env.pop("env_vars", {})}
+        runtime_env["env_vars"] = {"PYTHONPATH": python_path(), **runtime_env.pop("env_vars", {})}
         ray.init(address=address, runtime_env=runtime_env, logging_level="ERROR", log_to_driver=True)
         return
     # Ray starts a Python worker per CPU ahead of need, and none of those serves a job with a runtime environment: so just as
     # many CPUs as processes, and the path by inheritance.
-    os.environ["PYTHONPATH"] = _python_path()
+    os.environ["PYTHONPATH"] = python_path()
     options.setdefault("num_cpus", processes)
     options.setdefault("object_store_memory", _OBJECT_STORE_BYTES)
     if runtime_env:
@@ -54,9 +55,3 @@ def _listen_on_loopback(wanted: bool) -> None:
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(not wanted))
     ray_constants.ENABLE_RAY_CLUSTER = not wanted  # was read from the environment when Ray was imported
-
-
-def _python_path() -> str:
-    """The folder that holds this package, before the user's own path, so that workers import the same code."""
-    package_root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return os.pathsep.join(part for part in (package_root, os.environ.get("PYTHONPATH", "")) if part)

@@ -10,7 +10,7 @@ from time import monotonic
 from verl_rc.cluster.reward_process import NoAnswer, RewardProcess
 from verl_rc.config.reward import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
-from verl_rc.rewards.process import Failed, Ready, Refused
+from verl_rc.rewards.process import Answer, Failed, Ready, Refused
 
 _MOST_PROCESSES = 8
 _TOLERATED_FAILURES = 2
@@ -92,10 +92,9 @@ class RewardPool:
             if isinstance(answer, Refused):
                 raise ValueError(answer.reason)
             if self._failed_starts > self._tolerated_failures:
-                reason = answer.reason if isinstance(answer, NoAnswer) else f"it answered {answer}"
                 raise ValueError(
                     f"a reward process must load {self._config.custom_reward_function.path or 'the built-in scorers'}, but it "
-                    f"failed: {reason}. What it printed stands above."
+                    f"failed: {_described(answer)}. What it printed stands above."
                 )
             self._start()
 
@@ -106,10 +105,14 @@ class RewardPool:
             self._idle.append(process)
             return answer if isinstance(answer, RewardOutput) else RewardError(answer.reason)
         self._replace(process)
-        reason = answer.reason if isinstance(answer, NoAnswer) else f"it answered {answer}"
-        return RewardError(f"the reward function did not return, {reason}, for {sample}.")
+        return RewardError(f"the reward function did not return, {_described(answer)}, for {sample}.")
 
     def _replace(self, process: RewardProcess) -> None:
         self._busy.pop(process, None)
         process.kill()
         self._start()
+
+
+def _described(answer: Answer | NoAnswer) -> str:
+    """What a process did instead of what it was to do."""
+    return answer.reason if isinstance(answer, NoAnswer) else f"it answered {answer}"

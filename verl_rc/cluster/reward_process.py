@@ -8,13 +8,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from pathlib import Path
 
+from verl_rc.cluster.environment import python_path
 from verl_rc.config.reward import RewardConfig
 from verl_rc.rewards.process import Answer
 
 _PROGRAM = "from verl_rc.rewards.process import main; main()"  # not -m: what it sends must not be of a module __main__
-_PACKAGE_ROOT = Path(__file__).parents[2]
 _EXIT_SECONDS = 5.0
 
 
@@ -82,5 +81,4 @@ class RewardProcess:
 
 def _environment() -> dict[str, str]:
     """The driver's, with this package on the path; threads of many processes would only be in each other's way."""
-    path = os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
-    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": path}
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": python_path()}

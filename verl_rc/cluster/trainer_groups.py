@@ -44,11 +44,6 @@ class ActorGroup(RankGroup):
         manifest: Manifest = wait_for_all([self._ranks[0].call("manifest")])[0]
         return manifest
 
-    def free_address(self) -> tuple[str, int]:
-        """Host and a free port of the sending rank's node."""
-        host, port = wait_for_all([self._ranks[0].free_address()])[0]
-        return host, port
-
     def join_transfer(self, address: TransferAddress) -> list[Pending]:
         """Open the way to the engines; answers when the engines have joined too."""
         return [self._ranks[0].call("join_transfer", address)]

@@ -1,19 +1,15 @@
 """How the policy is updated."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from verl_rc.config.base import StrictModel
 
 Precision = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
-LossAggregation = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
-]
+LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
-KlKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
-]
+KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 """Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""
 
 
@@ -30,7 +26,7 @@ class OptimConfig(StrictModel):
     """The optimizer."""
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate."""
-    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
     """Decay rates of AdamW's moments."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay."""
@@ -83,6 +79,14 @@ class PolicyLossConfig(StrictModel):
     """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
 
 
+class CheckpointConfig(StrictModel):
+    """``actor.checkpoint.*``: what is written every ``trainer.save_freq`` steps."""
+
+    async_save: bool = False
+    """Write beside the next step. The run waits only until weights and moments are copied to host memory, 12 bytes per parameter
+    over all ranks; a checkpoint counts once all of it is written."""
+
+
 class ActorConfig(StrictModel):
     """``actor_rollout_ref.actor.*``."""
 
@@ -130,6 +134,8 @@ class ActorConfig(StrictModel):
     """Optimizer."""
     fsdp_config: FsdpConfig = FsdpConfig()
     """Sharding and precision."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """How it is saved."""
 
     @model_validator(mode="after")
     def _some_micro_batch_limit(self) -> "ActorConfig":

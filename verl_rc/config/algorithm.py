@@ -16,6 +16,10 @@ GROUP_ESTIMATORS = (
 """Estimators that compare the samples of one prompt."""
 ADVANTAGE_ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax", "grpo_vectorized", "rloo_vectorized")
 """Names for ``algorithm.adv_estimator``; the ``_vectorized`` ones are verl's, and the same thing."""
+NEED_SEVERAL_SAMPLES = ("grpo_passk", "opo", "rloo_vectorized")
+"""Estimators that give a sample without another one to compare it with no advantage; all others give it its score, as in verl."""
+REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")
+"""Values of ``filter_groups.metric`` that mean what is trained on, before a KL penalty; verl's names of all releases."""
 
 
 class KlControlConfig(StrictModel):
@@ -38,9 +42,10 @@ class FilterGroupsConfig(StrictModel):
     """Drop prompts whose samples all have the same ``metric`` and draw further ones until ``data.train_batch_size`` are left.
     What is left beyond that is dropped too. A prompt that was dropped comes again in the next epoch; epochs beyond
     ``trainer.total_epochs`` are begun where that is needed for the number of steps."""
-    metric: str = "acc"
-    """What samples of a prompt are compared by: ``score`` (or ``seq_reward``, ``seq_final_reward``: the same thing here), or a
-    column of numbers that the reward function returns."""
+    metric: str = "reward"
+    """What samples of a prompt are compared by: ``reward`` (or ``seq_reward``, ``seq_final_reward``: the same thing here),
+    ``score``, which is what the reward function gave before the overlong penalty, or a column of numbers that the function
+    returns beside it, e.g. ``acc``."""
     max_num_gen_batches: int = Field(0, ge=0)
     """Batches of ``data.gen_batch_size`` prompts that one step may sample; a step that needs more ends the run. 0: no limit."""
 

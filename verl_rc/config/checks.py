@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from verl_rc.config.actor import POLICY_LOSSES
-from verl_rc.config.algorithm import ADVANTAGE_ESTIMATORS, GROUP_ESTIMATORS
+from verl_rc.config.algorithm import ADVANTAGE_ESTIMATORS, NEED_SEVERAL_SAMPLES, REWARD_METRICS
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.reference import ReferenceConfig
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
@@ -71,6 +71,9 @@ def _data(config: RunConfig) -> Iterator[str]:
         )
     if weights is not None and not all(0 < weight < math.inf for weight in weights):
         yield f"data.train_weights must be positive numbers, got {weights}; remove the file instead of giving it no weight."
+    for key, chosen in (("train", data.train_max_samples), ("val", data.val_max_samples)):
+        if chosen == 0:
+            yield f"data.{key}_max_samples must be -1 (all prompts) or at least 1, got 0."
     if (data.custom_cls.path is None) != (data.custom_cls.name is None):
         yield (
             "data.custom_cls.path and data.custom_cls.name belong together, got "
@@ -102,10 +105,11 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
             "algorithm.adv_estimator=gae needs a critic, but critic.enable=False was given. Drop it, or choose an estimator "
             "that compares samples, such as algorithm.adv_estimator=grpo."
         )
-    if config.algorithm.adv_estimator in GROUP_ESTIMATORS and samples < 2:
+    if config.algorithm.adv_estimator in NEED_SEVERAL_SAMPLES and samples < 2:
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares samples of one prompt and needs "
-            f"actor_rollout_ref.rollout.n >= 2, got {samples}."
+            f"actor_rollout_ref.rollout.n >= 2, got {samples}: every advantage would be 0. Raise it, or pass an estimator that "
+            "trains on the score itself, such as algorithm.adv_estimator=reinforce_plus_plus."
         )
 
 
@@ -178,10 +182,16 @@ def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
             f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of data.gen_batch_size="
             f"{data.gen_batch_size} prompts can never give data.train_batch_size={data.train_batch_size}; raise either."
         )
+    has_columns = not config.reward.reward_model.enable or config.reward.custom_reward_function.path is not None
+    if groups.metric not in (*REWARD_METRICS, "score") and not has_columns:
+        yield (
+            f"algorithm.filter_groups.metric={groups.metric} must be a column that a reward function returns, but a reward model "
+            "alone (reward.reward_model.enable=True) gives only its score; pass metric=reward."
+        )
     if groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         yield (
             "algorithm.filter_groups.metric=seq_final_reward with algorithm.use_kl_in_reward=True would need the KL penalty of "
-            "samples that are dropped, which is not computed; pass metric=seq_reward, the score without the penalty."
+            "samples that are dropped, which is not computed; pass metric=reward, the score without that penalty."
         )
 
 
@@ -197,7 +207,7 @@ def _overlong_penalty(config: RunConfig) -> Iterator[str]:
 
 
 def _token_budgets(config: RunConfig) -> Iterator[str]:
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.longest_row
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     where = f"data.max_prompt_length + data.max_response_length = {longest}"
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:

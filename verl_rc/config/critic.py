@@ -5,13 +5,13 @@ from typing import Literal
 from pydantic import Field
 
 from verl_rc.config.actor import FsdpConfig, LossAggregation, OptimConfig
-from verl_rc.config.base import StrictModel
+from verl_rc.config.base import StrictModel, UserPath
 
 
 class CriticModelConfig(StrictModel):
     """``critic.model.*``: the transformer below the value head."""
 
-    path: str | None = None
+    path: UserPath | None = None
     """Hugging Face model folder or hub id; null: ``actor_rollout_ref.model.path``."""
     use_remove_padding: bool | None = None
     """Pack real tokens instead of padding rows; null: ``actor_rollout_ref.model.use_remove_padding``."""
@@ -28,6 +28,13 @@ class CriticOptimConfig(OptimConfig):
     """Peak learning rate."""
 
 
+class CriticCheckpointConfig(StrictModel):
+    """``critic.checkpoint.*``."""
+
+    async_save: bool | None = None
+    """Write beside the next step; null: as the actor does."""
+
+
 class CriticConfig(StrictModel):
     """``critic.*``. A value left null follows the actor."""
 
@@ -41,6 +48,8 @@ class CriticConfig(StrictModel):
     """Optimizer."""
     fsdp_config: FsdpConfig = FsdpConfig()
     """Sharding and precision."""
+    checkpoint: CriticCheckpointConfig = CriticCheckpointConfig()
+    """How it is saved."""
     ppo_mini_batch_size: int | None = Field(None, ge=1)
     """Prompts per optimizer step, over all ranks; null: the actor's."""
     ppo_epochs: int | None = Field(None, ge=1)

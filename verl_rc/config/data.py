@@ -4,13 +4,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from verl_rc.config.base import StrictModel
+from verl_rc.config.base import StrictModel, UserPath
 
 
 class CustomDatasetConfig(StrictModel):
     """``data.custom_cls.*``: a class of your own that reads the data."""
 
-    path: str | None = None
+    path: UserPath | None = None
     """Python file that holds it; null: rows come from the files themselves."""
     name: str | None = None
     """Its name. Called with ``data_files``, ``tokenizer``, ``processor`` (None) and ``config``, it has ``__len__`` and a
@@ -20,12 +20,12 @@ class CustomDatasetConfig(StrictModel):
 class DataConfig(StrictModel):
     """``data.*``: prompts for training and validation."""
 
-    train_files: list[str]
+    train_files: list[UserPath]
     """Files of training prompts, parquet, .jsonl or .json (one path, or a list)."""
     train_weights: list[float] | None = None
     """Shares of the training files in every batch, one positive number per file, in any unit; null: files follow each other
     and every row comes once per epoch. An epoch serves as many prompts either way."""
-    val_files: list[str]
+    val_files: list[UserPath]
     """Files of validation prompts, parquet, .jsonl or .json (one path, or a list)."""
     custom_cls: CustomDatasetConfig = CustomDatasetConfig()
     """A class of your own that reads ``train_files`` and ``val_files``."""

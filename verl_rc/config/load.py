@@ -25,7 +25,7 @@ from pydantic_core import PydanticUndefined
 
 from verl_rc.config.base import StrictModel
 from verl_rc.config.checks import check_files, check_run
-from verl_rc.config.errors import ConfigError
+from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.migration import legacy_translation
 from verl_rc.config.nearest import nearest_key
 from verl_rc.config.refused import REFUSALS
@@ -38,6 +38,7 @@ Schema = TypeVar("Schema", bound=StrictModel)
 
 CORRECTION = "algorithm.rollout_correction"
 _TEXT_KEYS = tuple(f"{CORRECTION}.{leaf}" for leaf in ("preset", "rollout_rs", "rollout_rs_threshold", "rollout_is_threshold"))
+_INTEGER_BITS = 63
 _EMPTY = "verl_rc_empty"
 _VERL_TRAINER = "ppo_trainer"
 _VERL_TRAINERS = {
@@ -71,6 +72,7 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     given = _compose(schema, options, prepared)
     settled = settle(given) if schema is RunConfig else Settled(given, [])
     _refuse_unknown(schema, settled.tree)
+    _refuse_huge(settled.tree)
     _apply_preset(settled.tree)
     try:
         config = schema.model_validate(settled.tree)
@@ -172,9 +174,9 @@ def _split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str
         if name in short or name in ("--config-name", "--config-dir"):
             options[short.get(name, name.removeprefix("--"))] = value or next(rest, "")
         elif argument.startswith("-"):
-            raise ConfigError(f"options are --config-name, --config-dir, --multirun and --help; got {argument!r}.")
+            raise ConfigError(f"options are --config-name, --config-dir, --multirun and --help; got {shortened(argument)!r}.")
         elif "=" not in argument and not argument.startswith("~"):
-            raise ConfigError(f"an override must have the form key=value, got {argument!r}.")
+            raise ConfigError(f"an override must have the form key=value, got {shortened(argument)!r}.")
         else:
             overrides.append(argument)
     return options, overrides
@@ -222,7 +224,7 @@ def _check_key(schema: type[BaseModel], key: str) -> None:
 
 def _unknown(schema: type[BaseModel], key: str) -> str:
     known = list(known_keys(schema))
-    return f"{key} is not a known key; the nearest is {nearest_key(key, known)}. All keys: docs/configuration.md."
+    return f"{shortened(key)} is not a known key; the nearest is {nearest_key(key, known)}. All keys: docs/configuration.md."
 
 
 def _compose(schema: type[BaseModel], options: Mapping[str, str], overrides: list[str]) -> dict[str, Any]:
@@ -234,11 +236,36 @@ def _compose(schema: type[BaseModel], options: Mapping[str, str], overrides: lis
         if "${" not in str(given):
             return {str(key): value for key, value in given.items()}
         resolved = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(_defaults(schema)), composed), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        hint = " ~key takes back what a run file gave, and none gave this; drop it." if "Could not delete" in str(error) else ""
-        raise ConfigError(f"the overrides cannot be read: {error}{hint}") from error
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError, ValueError) as error:
+        raise ConfigError(_unreadable(error, options, overrides)) from error
     assert isinstance(resolved, dict)
     return _only_given(given, resolved)
+
+
+def _unreadable(error: Exception, options: Mapping[str, str], overrides: list[str]) -> str:
+    """What is wrong with arguments that Hydra cannot make a tree of, and what to write."""
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    culprit = next((override.lstrip("+") for override in overrides if _parsing_fails(override)), None)
+    if culprit is not None:
+        return (
+            f"the overrides cannot be read: {shortened(culprit)!r} must be key=value in Hydra's grammar, in which a value with "
+            f"special characters stands in quotes of its own, in a shell 'key=\"value\"'. Hydra says: {shortened(reason)}."
+        )
+    where = f" of --config-name={options['config-name']}" if "config-name" in options else ""
+    if "Could not delete" in reason:
+        return f"the overrides cannot be read: {reason} ~key takes back what a run file gave, and none gave this; drop it."
+    at = re.search(r"full_key: (\S+)", str(error))
+    return f"the overrides cannot be read{where}: {shortened(reason)}" + (f" (at {at[1]})." if at else ".")
+
+
+def _parsing_fails(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except (HydraException, ValueError):
+        return True
+    return False
 
 
 def _of_overrides(overrides: list[str]) -> DictConfig:
@@ -318,6 +345,17 @@ def _refuse_unknown(schema: type[BaseModel], given: Mapping[str, Any], prefix: s
             _refuse_unknown(schema, value, f"{key}.")
 
 
+def _refuse_huge(given: Mapping[str, Any], prefix: str = "") -> None:
+    """Nothing that is counted here needs more than 64 bits, and what reads it may take no more."""
+    for name, value in given.items():
+        if isinstance(value, Mapping):
+            _refuse_huge(value, f"{prefix}{name}.")
+        elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+            raise ConfigError(
+                f"{prefix}{name} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; lower it."
+            )
+
+
 def _leads_to_free_mapping(schema: type[BaseModel], key: str) -> bool:
     section: type[BaseModel] | None = schema
     for part in key.split("."):
@@ -326,6 +364,16 @@ def _leads_to_free_mapping(schema: type[BaseModel], key: str) -> bool:
         annotation = section.model_fields[part].annotation
         section = _section_of(annotation)
     return section is None
+
+
+def _needed_below(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """The leaves that have no default at or below a key that nobody gave."""
+    section: type[BaseModel] | None = schema
+    for part in path:
+        section = _section_of(section.model_fields[part].annotation) if section and part in section.model_fields else None
+    fields = {} if section is None else section.model_fields
+    below = [leaf for name, field in fields.items() if field.is_required() for leaf in _needed_below(schema, [*path, name])]
+    return below or [".".join(path)]
 
 
 def _apply_preset(given: dict[str, Any]) -> None:
@@ -350,15 +398,20 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
     path = [str(part) for part in item["loc"]]
     key, given, message = ".".join(path), item["input"], str(item["msg"])
     if item["type"] == "missing":
-        return f"{key} must be given: write {key}=<value>."
+        needed = _needed_below(schema, path)
+        return f"{' and '.join(needed)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in needed)}."
+    if item["type"] == "int_parsing_size":
+        message = f"Input should be a whole number of at most {_INTEGER_BITS} bits"
     if message.startswith("Value error, ") or not message.startswith("Input should be "):
         message = message.removeprefix("Value error, ")
-        shown = "" if isinstance(given, Mapping) or "got " in message else f"; got {given!r}"
+        shown = "" if isinstance(given, Mapping) or "got " in message else f"; got {shortened(repr(given))}"
         return f"{key + ': ' if key and key not in message else ''}{message}{shown}."
+    if item["type"] == "model_type":
+        return f"{key} must be a section; got {shortened(repr(given))}: write its keys one by one, {key}.<name>=<value>."
     must_be = re.sub(r", (unable|got) .*", "", message.removeprefix("Input should be "))
     default = _default_at(schema, path)
     instead = f"write {key}=<{must_be}>" if default is None else f"write that, or drop it for {default!r}"
-    return f"{key} must be {must_be}; got {given!r}: {instead}."
+    return f"{key} must be {must_be}; got {shortened(repr(given))}: {instead}."
 
 
 def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:

@@ -8,11 +8,16 @@ from typing import Any
 
 import yaml
 
+from verl_rc.config.errors import shortened
+from verl_rc.config.recipe_script import arguments_of_script, is_recipe_script
 from verl_rc.config.refused import RENAMED
-from verl_rc.config.rollout_correction_legacy import import_legacy, is_legacy_key
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.rollout_correction_legacy import VERLS_FIELDS, import_legacy, is_legacy_key
 from verl_rc.config.verl_keys import moved, settle_leaf
 
 _SECTION = "algorithm.rollout_correction"
+_OWN_LEAVES = set(RolloutCorrectionConfig.model_fields) - set(VERLS_FIELDS)
+"""Fields that no release of verl has: there is nothing to translate."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,20 @@ class Migration:
         """The overrides, ready to paste into a shell."""
         return " ".join(shlex.quote(override) for override in self.overrides)
 
+    def recipe(self) -> str:
+        """A shell script that starts the run; further arguments win."""
+        lines = ["exec python -m verl_rc.main_ppo", *map(_quoted, self.overrides), '"$@"']
+        start = " \\\n    ".join(lines)
+        return f"#!/usr/bin/env bash\nset -euo pipefail\n\n{start}\n"
+
 
 def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) -> Migration:
-    """Translate ``key=value`` overrides and YAML run files, given in any order; later ones win.
+    """Translate ``key=value`` overrides, YAML run files and shell scripts, given in any order; later ones win.
 
     ``options`` are ``era`` and ``k1_bound_convention`` of ``import_legacy``, for keys that do not tell. Raises ``ValueError`` for
     what is neither an override nor a file, and for correction settings that no release accepted.
     """
-    given = dict(pair for argument in arguments for pair in _read(argument))
+    given = dict(pair for argument in _with_scripts_read(arguments) for pair in _read(argument))
     correction = {key: value for key, value in given.items() if is_correction_key(key)}
     overrides, notes = [], []
     for key, value in given.items():
@@ -68,17 +79,29 @@ def legacy_translation(overrides: Sequence[str]) -> str | None:
     legacy = [f"{key}={value}" for key, value in pairs if is_legacy_key(key)]
     if not legacy:
         return None
+    named = ", ".join(shortened(pair) for pair in legacy)
     try:
         migration = migrate([f"{key}={value}" for key, value in pairs if is_correction_key(key)])
     except ValueError as error:
-        return f"{', '.join(legacy)}: keys of an earlier verl release, and they contradict each other: {error}."
+        return f"{named} cannot be translated from an earlier verl release: {error}."
     notes = " ".join(migration.notes)
-    return f"{', '.join(legacy)}: keys of an earlier verl release. Write instead:\n  {migration.command_line()}\n({notes})"
+    if not migration.overrides:
+        return f"{named}: keys of an earlier verl release. Drop them, nothing stands for them here ({notes})."
+    return f"{named}: keys of an earlier verl release. Write instead:\n  {migration.command_line()}\n({notes})"
 
 
 def is_correction_key(key: str) -> bool:
     """Whether a key says how rollout and trainer are corrected, in any release."""
-    return is_legacy_key(key) or key.startswith(f"{_SECTION}.")
+    return is_legacy_key(key) or (key.startswith(f"{_SECTION}.") and key.removeprefix(f"{_SECTION}.") not in _OWN_LEAVES)
+
+
+def _with_scripts_read(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments, those of a shell script in its place. Its Hydra options are left out: they name verl's own defaults."""
+    for argument in arguments:
+        if is_recipe_script(argument):
+            yield from (found for found in arguments_of_script(argument) if "=" in found and not found.startswith("--"))
+        else:
+            yield argument
 
 
 def _read(argument: str) -> Iterator[tuple[str, Any]]:
@@ -87,10 +110,13 @@ def _read(argument: str) -> Iterator[tuple[str, Any]]:
     if is_override:
         yield key.lstrip("+"), _value(key, value)
         return
-    path = Path(argument)
-    if not path.is_file():
-        raise ValueError(f"an argument must be key=value or a YAML file, got {argument!r}")
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        tree = yaml.safe_load(Path(argument).read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
+        reason = shortened(" ".join(str(error).split()))
+        raise ValueError(
+            f"an argument must be key=value, a YAML file or a shell script, got {shortened(argument)!r}: {reason}"
+        ) from error
     if not isinstance(tree, dict):
         raise ValueError(f"{argument} must hold a mapping of keys, got {type(tree).__name__}")
     yield from _flatten(tree, "")
@@ -112,6 +138,13 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _quoted(override: str) -> str:
+    """One word of a shell, in the quotes that are easiest to read."""
+    if "'" in override and not set('"$`\\\\!') & set(override):
+        return f'"{override}"'
+    return shlex.quote(override)
 
 
 def _plain(value: object) -> str:

@@ -1,14 +1,16 @@
 """Which model is trained, and how its forward pass runs."""
 
+from pathlib import Path
+
 from pydantic import Field
 
-from verl_rc.config.base import StrictModel
+from verl_rc.config.base import StrictModel, UserPath
 
 
 class ModelConfig(StrictModel):
     """``actor_rollout_ref.model.*``."""
 
-    path: str
+    path: UserPath
     """Hugging Face model folder or hub id."""
     use_remove_padding: bool = True
     """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
@@ -24,3 +26,9 @@ class ModelConfig(StrictModel):
     """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer but the output)."""
     exclude_modules: str | list[str] | None = None
     """Modules that get none: names or a regular expression."""
+
+
+def model_source(path: str) -> str:
+    """``path`` as transformers takes it: that of a folder with ``~`` written out, a hub id as it is."""
+    folder = Path(path).expanduser()
+    return str(folder) if folder.is_dir() else path

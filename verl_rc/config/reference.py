@@ -5,13 +5,13 @@ from typing import Literal
 from pydantic import Field
 
 from verl_rc.config.actor import FsdpConfig
-from verl_rc.config.base import StrictModel
+from verl_rc.config.base import StrictModel, UserPath
 
 
 class ReferenceConfig(StrictModel):
     """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no model of its own."""
 
-    model_path: str | None = None
+    model_path: UserPath | None = None
     """Hugging Face model folder or hub id; null: ``actor_rollout_ref.model.path``."""
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
     """Sharding; both names mean FSDP2 here."""

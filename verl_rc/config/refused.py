@@ -85,7 +85,6 @@ _WORKER_LEAVES = {
         "a checkpoint always holds all that resuming needs; drop it, and export a model with verl-rc export", _WHOLE_CHECKPOINT
     ),
     "checkpoint.load_contents": Refusal("a run resumes with all that its checkpoint holds; drop it", _WHOLE_CHECKPOINT),
-    "checkpoint.async_save": Refusal("a checkpoint is complete before the next step begins; write False", _OFF),
     "checkpoint.strict": Refusal("a checkpoint that does not fit is always refused; write True", (True, None)),
     "checkpoint.mbridge_config": Refusal("it belongs to Megatron; drop it", _NOTHING),
     "optim.optimizer_impl": Refusal("the only optimizer is torch's AdamW; write torch.optim", ("torch.optim", None)),
@@ -138,6 +137,8 @@ _ROLLOUT_LEAVES = {
     "log_prob_micro_batch_size": Refusal(_GLOBAL_BATCH.format(section=_ROLLOUT, key="log_prob_micro_batch_size"), (None,)),
     "disable_log_stats": Refusal("engines do not log; their metrics are rollout/* and timing_s/gen, so drop it", (True,)),
     "do_sample": Refusal("training always samples; write rollout.temperature", (True,)),
+    "repetition_penalty": Refusal("it would change the distribution that is sampled from; write 1.0", (1, 1.0, None)),
+    "val_kwargs.repetition_penalty": Refusal("it is not built; write 1.0", (1, 1.0, None)),
     "over_sample_rate": Refusal("a step waits for all its samples; write 0", (0, 0.0)),
     "multi_stage_wake_up": Refusal("an engine that shares a GPU always wakes in two stages, weights first; drop it", _EITHER),
     "use_rollout_log_probs": Refusal("algorithm.rollout_correction.bypass_mode decides it; write that", (None,)),
@@ -242,7 +243,10 @@ _OTHER_LEAVES = {
     "reward.reward_kwargs.overlong_buffer": Refusal("write reward.reward_kwargs.overlong_buffer_cfg", (None,)),
     "algorithm.use_pf_ppo": Refusal("it is not built; write False", _OFF),
     "algorithm.pf_ppo": Refusal("it is not built; drop it", switch="algorithm.use_pf_ppo"),
-    "algorithm.filter_groups.max_inflight_gen_batches": Refusal("batches are drawn one after the other", (1, None)),
+    "algorithm.filter_groups.max_inflight_gen_batches": Refusal(
+        "batches are drawn one after the other; drop it, and write max_num_gen_batches for a limit of batches per step", (1, None)
+    ),
+    f"{_REF}.checkpoint.async_save": Refusal("a reference never changes and is not saved; drop it", _EITHER),
     f"{_ACTOR}.freeze_vision_tower": Refusal(_IMAGES, _OFF),
     f"{_ACTOR}.calculate_entropy": Refusal("entropy is always measured, before the first update; drop it", _EITHER),
     f"{_ACTOR}.calculate_sum_pi_squared": Refusal("it is computed whenever algorithm.adv_estimator needs it; drop it", _EITHER),
@@ -290,7 +294,6 @@ RENAMED = {
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
-    "algorithm.filter_groups.max_inflight_gen_batches": "algorithm.filter_groups.max_num_gen_batches",
     "critic.forward_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
     "critic.forward_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size_per_gpu",
 }

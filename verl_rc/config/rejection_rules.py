@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from verl_rc.config.errors import shortened
+
 Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 Divergence = Literal["k1", "k2", "k3", "tv", "bkl", "kpop"]
 
@@ -86,5 +88,7 @@ def parse_rules(text: str, key: str) -> list[RejectionRule]:
     for name in names:
         if name not in REJECTION_RULES:
             nearest = _FORMER_NAMES.get(name) or nearest_name(name, REJECTION_RULES)
-            raise ValueError(f"{key} must name rules among {', '.join(REJECTION_RULES)}; got {name!r}, use {nearest}?")
+            raise ValueError(
+                f"{key} must name rules among {', '.join(REJECTION_RULES)}; got {shortened(repr(name))}, use {nearest}?"
+            )
     return [REJECTION_RULES[name] for name in names]

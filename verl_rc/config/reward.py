@@ -4,13 +4,13 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from verl_rc.config.base import StrictModel
+from verl_rc.config.base import StrictModel, UserPath
 
 
 class CustomRewardFunctionConfig(StrictModel):
     """``reward.custom_reward_function.*``: a function of your own."""
 
-    path: str | None = None
+    path: UserPath | None = None
     """Python file that holds it; null: the built-in function of each row's ``data_source``."""
     name: str = "compute_score"
     """Its name: ``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | dict``."""
@@ -24,7 +24,7 @@ class RewardModelConfig(StrictModel):
 
     enable: bool = False
     """Score every response with the model. Its score is the reward, unless a function of your own makes one of it."""
-    model_path: str | None = None
+    model_path: UserPath | None = None
     """Folder or hub id of a sequence-classification model with a tokenizer and a chat template; needed with ``enable``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision it computes in."""

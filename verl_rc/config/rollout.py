@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from verl_rc.config.base import StrictModel
 
+DEFAULT_CPU_CACHE_MEGABYTES = 256
+"""What ``kv_cache_megabytes=null`` means on a CPU, MiB."""
+
 
 class ValKwargsConfig(StrictModel):
     """``rollout.val_kwargs.*``: sampling for validation."""
@@ -80,6 +83,9 @@ class MultiTurnConfig(StrictModel):
     """Calls of one turn that are answered, the first ones."""
     max_tool_response_length: int = Field(256, ge=1)
     """Longest answer of a tool, characters."""
+    tool_timeout_seconds: float = Field(60.0, gt=0)
+    """Longest time of one call of a tool, seconds; a tool that takes longer ends the run, as one that raises does (anything but
+    ``ToolError``)."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """What is kept of a longer answer: its left or right end, or both (``middle``)."""
 
@@ -143,7 +149,7 @@ class RolloutConfig(StrictModel):
     counts as hung: it is killed and replaced, as one that died is."""
     max_engine_replacements: int = Field(3, ge=0)
     """Engines replaced in one step at most, after which the run ends; 0: the first one lost ends it."""
-    seed: int = 42
+    seed: int = Field(42, ge=0, lt=1 << 32)
     """The engine's own seed; every training request has its own besides (see ``trainer.seed``)."""
     log_prob_use_dynamic_bsz: bool | None = None
     """Fill log-prob micro-batches by tokens; null: ``actor.use_dynamic_bsz``."""

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from verl_rc.config.errors import shortened
 from verl_rc.config.rejection_rules import REJECTION_RULES, RejectionRule, nearest_name, parse_rules
 from verl_rc.config.rollout_correction_legacy import import_legacy
 from verl_rc.config.rollout_correction_presets import PRESETS, PresetConstructors, preset_fields
@@ -70,7 +71,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     def _known_level(cls, value: object) -> object:
         if isinstance(value, str) and value not in WEIGHT_LEVELS:
             raise ValueError(
-                f"{_SECTION}.rollout_is must be one of {', '.join(WEIGHT_LEVELS)} or null; got {value!r}, "
+                f"{_SECTION}.rollout_is must be one of {', '.join(WEIGHT_LEVELS)} or null; got {shortened(repr(value))}, "
                 f"did you mean {nearest_name(value, WEIGHT_LEVELS)}?"
             )
         return value
@@ -175,6 +176,12 @@ class RolloutCorrectionConfig(PresetConstructors):
     def weight_is_per_row(self) -> bool:
         """Whether all tokens of a row share one weight, so that rows are what the estimator averages over."""
         return self.rollout_is in ("sequence", "geometric")
+
+    def decided_fields(self) -> dict[str, object]:
+        """What was decided, by field: what differs from the defaults, and the threshold and the loss that come into play."""
+        is_read = {"rollout_is_threshold": self.rollout_is is not None, "loss_type": self.bypass_mode}
+        changed = self.model_dump(exclude_defaults=True)
+        return {name: getattr(self, name) for name in type(self).model_fields if is_read.get(name, name in changed)}
 
     def weight_threshold(self) -> Threshold:
         """The truncation bound, or the band, of the weights."""

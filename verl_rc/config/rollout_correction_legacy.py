@@ -7,6 +7,7 @@ January 2026, ``algorithm.rollout_correction``), D (since January 2026).
 from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
+from verl_rc.config.errors import shortened
 from verl_rc.config.rejection_rules import nearest_name, parse_rules
 from verl_rc.config.thresholds import Threshold, parse_threshold, threshold_specs
 
@@ -21,7 +22,7 @@ _ERA_C = (
     "use_pure_rollout_correction",
     "use_policy_gradient",
 )
-_ERA_D = (
+VERLS_FIELDS = (
     "rollout_is",
     "rollout_is_threshold",
     "rollout_is_batch_normalize",
@@ -31,13 +32,14 @@ _ERA_D = (
     "bypass_mode",
     "loss_type",
 )
+"""Fields of verl's newest releases, era D."""
 _IMPORT_OPTIONS = ("era", "k1_bound_convention")
 _NEEDLESS = {
     "calculate_log_probs": "log-probs of the rollout are always taken",
     "use_rollout_log_probs": "no release ever read it",
     "loss_mode": "bypass_mode alone decides about the actor's loss here",
 }
-_KNOWN = (*_CAPS, *_ERA_B, *_ERA_C, *_ERA_D, *_NEEDLESS, *_IMPORT_OPTIONS)
+_KNOWN = (*_CAPS, *_ERA_B, *_ERA_C, *VERLS_FIELDS, *_NEEDLESS, *_IMPORT_OPTIONS)
 _SECTIONS = ("actor_rollout_ref", "actor", "rollout", "policy_loss", "algorithm", "rollout_correction")
 _RULE_OF_LEVEL = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 _DEFAULT_VETO = {"B1": 1e-4, "B2": 1e-4}
@@ -68,7 +70,10 @@ def is_legacy_key(key: str) -> bool:
     *sections, leaf = key.lstrip("+").split(".")
     if leaf in (*_CAPS, *_ERA_B, *_ERA_C):
         return all(section in _SECTIONS for section in sections)
-    return leaf in _ERA_D and sections in (["algorithm"], ["actor_rollout_ref", "actor", "policy_loss", "rollout_correction"])
+    return leaf in VERLS_FIELDS and sections in (
+        ["algorithm"],
+        ["actor_rollout_ref", "actor", "policy_loss", "rollout_correction"],
+    )
 
 
 def _leaves(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -192,7 +197,7 @@ def _from_c(leaves: Fields, era: Era, notes: list[str]) -> Fields:
     fields |= _rejection_of_c(leaves, notes)
     if leaves.get("rollout_token_veto_threshold") is not None:
         notes.append("the veto stays one-sided; verl of today has only seq_max_k2, which also rejects large ratios.")
-    fields |= {key: leaves.pop(key) for key in _ERA_D if key in leaves}
+    fields |= {key: leaves.pop(key) for key in VERLS_FIELDS if key in leaves}
     _refuse_rest(leaves, era)
     return fields
 
@@ -218,7 +223,7 @@ def _rejection_of_c(leaves: Fields, notes: list[str]) -> Fields:
 
 
 def _from_d(leaves: Fields, era: Era, notes: list[str]) -> Fields:
-    fields = {key: leaves.pop(key) for key in _ERA_D if key in leaves}
+    fields = {key: leaves.pop(key) for key in VERLS_FIELDS if key in leaves}
     _refuse_rest(leaves, era)
     if "rollout_is" not in fields:
         notes.append("rollout_is was not given: null, as in verl's YAML (its Python class says sequence).")
@@ -267,11 +272,11 @@ def _bounds(upper: object, lower: object) -> Threshold:
 
 def _number(value: object, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{key} must be a number; got {value!r}")
+        raise ValueError(f"{key} must be a number; got {shortened(repr(value))}")
     try:
         return float(value)
     except ValueError as error:
-        raise ValueError(f"{key} must be a number; got {value!r}") from error
+        raise ValueError(f"{key} must be a number; got {shortened(repr(value))}") from error
 
 
 _TRANSLATIONS = {"A": _from_a, "B1": _from_b, "B2": _from_b, "B3": _from_b, "C": _from_c, "D": _from_d}

@@ -1,8 +1,6 @@
 """WHAT a run is: the one tree, resolved and frozen."""
 
 import copy
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -47,6 +45,7 @@ FALLBACKS = (
     ("critic.shuffle", "actor_rollout_ref.actor.shuffle"),
     ("critic.use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
     ("critic.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+    ("critic.checkpoint.async_save", "actor_rollout_ref.actor.checkpoint.async_save"),
     ("critic.loss_agg_mode", "actor_rollout_ref.actor.loss_agg_mode"),
 )
 
@@ -115,6 +114,16 @@ class RunConfig(StrictModel):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
+    def has_reference_model(self) -> bool:
+        """Whether the reference policy has a model of its own: with LoRA it is the actor without its adapters."""
+        return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
     def num_ranks(self) -> int:
         """Trainer ranks over all nodes."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
@@ -122,8 +131,7 @@ class RunConfig(StrictModel):
     @property
     def num_trainer_roles(self) -> int:
         """Groups of trainer ranks: the actor, the critic if there is one, the reference if it has a model of its own."""
-        own_reference = self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
-        return 1 + int(self.needs_critic) + int(own_reference)
+        return 1 + int(self.needs_critic) + int(self.has_reference_model)
 
     @property
     def num_processes(self) -> int:
@@ -145,11 +153,6 @@ class RunConfig(StrictModel):
     def num_engines(self) -> int:
         """Rollout engines over all nodes."""
         return self.num_engine_devices // self.actor_rollout_ref.rollout.tensor_model_parallel_size
-
-    def content_hash(self) -> str:
-        """Hash of the resolved values: driver and workers compare it."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _value_at(tree: Mapping[str, Any], key: str) -> Any:

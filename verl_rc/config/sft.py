@@ -1,14 +1,16 @@
 """WHAT a supervised warm start is."""
 
+from typing import Annotated
+
 from pydantic import Field, field_validator
 
-from verl_rc.config.base import StrictModel
+from verl_rc.config.base import StrictModel, UserPath
 
 
 class SftModelConfig(StrictModel):
     """``model.*``: the model to train."""
 
-    path: str
+    path: UserPath
     """Hugging Face model folder or hub id to start from."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
@@ -19,9 +21,9 @@ class SftModelConfig(StrictModel):
 class SftDataConfig(StrictModel):
     """``data.*``: worked examples."""
 
-    train_files: list[str] = Field(min_length=1)
+    train_files: list[UserPath] = Field(min_length=1)
     """Files of training examples (one path, or a list)."""
-    val_files: list[str] = Field(min_length=1)
+    val_files: list[UserPath] = Field(min_length=1)
     """Files of held-out examples (one path, or a list): validation loss and accuracy."""
     messages_key: str = "messages"
     """Column with chat messages, the last one the assistant's answer."""
@@ -45,7 +47,7 @@ class SftOptimConfig(StrictModel):
 
     lr: float = Field(1e-3, gt=0)
     """Learning rate. The default suits a model of a million parameters; 1e-5 is usual for billions."""
-    betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.99], min_length=2, max_length=2)
     """Decay rates of AdamW's moments."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
@@ -56,7 +58,7 @@ class SftOptimConfig(StrictModel):
 class SftTrainerConfig(StrictModel):
     """``trainer.*``: length, stopping and output."""
 
-    output_dir: str
+    output_dir: UserPath
     """Folder for the trained model: config, safetensors, tokenizer."""
     total_training_steps: int = Field(120, ge=1)
     """Optimizer steps at most."""

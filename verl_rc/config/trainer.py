@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from verl_rc.config.base import StrictModel
+from verl_rc.config.base import StrictModel, UserPath
 
 AlertAction = Literal["warn", "skip", "save_and_stop"]
 
@@ -38,7 +38,7 @@ class TrainerConfig(StrictModel):
     """Run name in W&B."""
     logger: list[str] = ["console", "wandb"]
     """Where metrics go besides metrics.jsonl: console, wandb, tensorboard (one name, or a list)."""
-    default_local_dir: str | None = None
+    default_local_dir: UserPath | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: GPUs when the cluster has any."""
@@ -63,7 +63,7 @@ class TrainerConfig(StrictModel):
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """``auto``: go on from the newest checkpoint in ``default_local_dir``, if there is one; ``disable``: start anew;
     ``resume_path``: go on from ``resume_from_path``."""
-    resume_from_path: str | None = None
+    resume_from_path: UserPath | None = None
     """Checkpoint folder (``.../global_step_N``) for ``resume_mode=resume_path``."""
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
     """Checkpoints kept, the newest ones; null: all."""
@@ -75,9 +75,9 @@ class TrainerConfig(StrictModel):
     """Rows are always shared out to ranks by token count; the key is accepted for verl's recipes."""
     log_val_generations: int = Field(0, ge=0)
     """Validation samples shown in a table."""
-    rollout_data_dir: str | None = None
+    rollout_data_dir: UserPath | None = None
     """Folder for every step's samples as JSON lines; null: none."""
-    validation_data_dir: str | None = None
+    validation_data_dir: UserPath | None = None
     """Folder for validation samples as JSON lines; null: none."""
     ready_timeout_seconds: float = Field(300.0, gt=0)
     """How long to wait for a process to become ready."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rc.config.errors import ConfigError
+from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
 from verl_rc.config.run import RunConfig
 
@@ -26,7 +26,7 @@ VALUE_NAMES: dict[tuple[str, Any], Any] = {
     ("actor_rollout_ref.rollout.nnodes", 0): None,
     ("actor_rollout_ref.rollout.checkpoint_engine.backend", "naive"): "auto",
     ("actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"): "broadcast",
-    ("algorithm.filter_groups.metric", "reward"): "score",
+    ("algorithm.filter_groups.max_num_gen_batches", -1): 0,
 }
 """Values by their names in verl: (key of this schema, value) and what is written here."""
 
@@ -91,7 +91,7 @@ class Settled:
     def check(self, config: RunConfig) -> None:
         """Raise ``ConfigError`` naming every given key that the configuration contradicts."""
         wrong = [
-            refused_for([f"{key}={value}"], AGREEMENTS[key].instead)
+            refused_for([shortened(f"{key}={value}")], AGREEMENTS[key].instead)
             for key, value in self.demands
             if not AGREEMENTS[key].holds(config, value)
         ]
@@ -176,7 +176,7 @@ def settle(given: Mapping[str, Any]) -> Settled:
     for key, value in leaves.items():
         leaf = settle_leaf(key, value, leaves)
         if leaf.problem is not None:
-            refused.setdefault(leaf.problem, []).append(f"{key}={value}")
+            refused.setdefault(leaf.problem, []).append(shortened(f"{key}={value}"))
         elif leaf.key in AGREEMENTS:
             demands.append((leaf.key, leaf.value))
         elif leaf.key != key and leaves.get(leaf.key, value) != value:

@@ -196,6 +196,11 @@ def left_padded(rows: list[list[int]], pad_token_id: int) -> tuple[Tensor, Tenso
     return padded, lengths
 
 
+def unpadded(token_ids: Tensor, lengths: Tensor) -> list[list[int]]:
+    """The first ``lengths[i]`` of row i of ``token_ids`` (int64 ``[B, R]``), as lists."""
+    return [row[:length] for row, length in zip(token_ids.tolist(), lengths.tolist(), strict=True)]
+
+
 __all__ = [
     "Completions",
     "CriticBatch",
@@ -206,4 +211,5 @@ __all__ = [
     "TrainBatch",
     "left_padded",
     "positions_mask",
+    "unpadded",
 ]

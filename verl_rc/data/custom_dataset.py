@@ -26,7 +26,12 @@ class CustomRecords:
         self.path = f"{config.custom_cls.name} of {config.custom_cls.path}"
         self._prompt_key = config.prompt_key
         cls = load_class(config.custom_cls.path, config.custom_cls.name)
-        self._rows = cls(data_files=list(data_files), tokenizer=tokenizer, processor=None, config=config)
+        try:
+            self._rows = cls(data_files=list(data_files), tokenizer=tokenizer, processor=None, config=config)
+        except (Exception, SystemExit) as error:
+            raise ValueError(
+                f"{self.path} ({_KEY}) must take data_files, tokenizer, processor and config, but it raised {error!r}."
+            ) from error
         if not hasattr(self._rows, "__len__") or not hasattr(self._rows, "__getitem__"):
             raise ValueError(f"{_KEY}.name must name a class with __len__ and __getitem__, {self.path} lacks one of them.")
         if len(self) == 0:
@@ -42,7 +47,10 @@ class CustomRecords:
 
     def __getitem__(self, index: int) -> Record:
         """Row ``index`` as a record. Raises ``ValueError`` when it is no mapping or lacks a column."""
-        row = self._rows[index]
+        try:
+            row = self._rows[index]
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{self.path} ({_KEY}) must give {len(self)} rows, but row {index} raised {error!r}.") from error
         given = dict(row) if isinstance(row, Mapping) else {}
         if self._prompt_key not in given and "raw_prompt" in given:
             given[self._prompt_key] = given["raw_prompt"]

@@ -86,9 +86,7 @@ class RowChoice:
 class PromptDataset(Dataset[PromptRow]):
     """The prompts of some files, tokenised when they are asked for."""
 
-    def __init__(
-        self, files: Sequence[str | CustomRecords], tokenizer: Any, options: PromptOptions, choice: RowChoice
-    ) -> None:
+    def __init__(self, files: Sequence[str | CustomRecords], tokenizer: Any, options: PromptOptions, choice: RowChoice) -> None:
         """Read ``files``, choose rows, filter. Raises ``ValueError`` naming the file, column or row that is wrong."""
         if not files:
             raise ValueError("data.train_files and data.val_files must name at least one file each, got an empty list.")
@@ -96,6 +94,11 @@ class PromptDataset(Dataset[PromptRow]):
         self._files: list[RecordFile | CustomRecords] = [
             RecordFile(file, columns, ["extra_info"]) if isinstance(file, str) else file for file in files
         ]
+        for file in self._files:
+            if isinstance(file, RecordFile):
+                file.check_messages(options.prompt_key)
+                file.check_given("data_source")
+                file.check_given("reward_model")
         self._ends = list(itertools.accumulate(len(file) for file in self._files))
         self._tokenizer = tokenizer
         self._options = options
@@ -152,7 +155,7 @@ class PromptDataset(Dataset[PromptRow]):
             messages=messages,
             data_source=str(record["data_source"]),
             ground_truth=reward_model["ground_truth"],
-            extra_info=record.get("extra_info") or {},
+            extra_info=_extra_info(record, where),
         )
 
     def _record(self, row_index: int) -> tuple[Record, str]:
@@ -165,7 +168,19 @@ class PromptDataset(Dataset[PromptRow]):
     def _encode(self, record: Record, where: str) -> tuple[list[dict[str, Any]], list[int]]:
         """A record's messages and their token ids, untruncated."""
         messages = check_messages(record[self._options.prompt_key], self._options.prompt_key, where)
-        return messages, encode_prompt(self._tokenizer, messages, self._options.template_arguments)
+        try:
+            return messages, encode_prompt(self._tokenizer, messages, self._options.template_arguments)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+
+def _extra_info(record: Record, where: str) -> dict[str, Any]:
+    extra_info = record.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise ValueError(
+            f"column 'extra_info' must hold a mapping of further fields or null, got {str(extra_info)[:80]!r} in {where}."
+        )
+    return extra_info or {}
 
 
 def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list[int]:
@@ -216,11 +231,16 @@ def build_train_loader(config: DataConfig, tokenizer: Any, seed: int) -> "Statef
         )
 
 
+def prompt_sources(files: Sequence[str], config: DataConfig, tokenizer: Any) -> Sequence[str | CustomRecords]:
+    """Where rows come from: the files themselves, or an instance of ``data.custom_cls`` that reads them.
+
+    Raises ``ValueError`` when that class cannot be loaded or made.
+    """
+    return files if config.custom_cls.path is None else [CustomRecords(config, files, tokenizer)]
+
+
 def _prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, choice: RowChoice) -> PromptDataset:
-    sources: Sequence[str | CustomRecords] = (
-        files if config.custom_cls.path is None else [CustomRecords(config, files, tokenizer)]
-    )
-    return PromptDataset(sources, tokenizer, PromptOptions.from_config(config), choice)
+    return PromptDataset(prompt_sources(files, config, tokenizer), tokenizer, PromptOptions.from_config(config), choice)
 
 
 def _batches(dataset: PromptDataset, config: DataConfig, seed: int) -> EpochBatches:

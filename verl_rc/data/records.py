@@ -1,14 +1,16 @@
 """Rows of data files as plain records: parquet, JSON lines or JSON, with errors that name the file."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 Record = dict[str, Any]
+T = TypeVar("T")
 
 
 class RecordFile:
@@ -17,7 +19,8 @@ class RecordFile:
     def __init__(self, path: str, columns: Sequence[str], optional_columns: Sequence[str] = ()) -> None:
         """Read ``columns`` (and ``optional_columns`` where they exist) of ``path``.
 
-        Raises ``ValueError`` when the file is missing, unreadable or empty, or lacks one of ``columns``.
+        Raises ``ValueError`` when the file is missing, unreadable or empty, lacks one of ``columns``, or holds text that is no
+        UTF-8.
         """
         self.path = path
         table = _read_table(path)
@@ -30,7 +33,9 @@ class RecordFile:
             )
         if table.num_rows == 0:
             raise ValueError(f"a data file must have at least one row, but {path} has none. Remove it from the list.")
-        self._table = table.select([*columns, *(name for name in optional_columns if name in present)])
+        wanted = [*columns, *(name for name in optional_columns if name in present)]
+        self._table = table.select(wanted)
+        self._converted(lambda: self._table.validate(full=True), "its columns")
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -38,13 +43,58 @@ class RecordFile:
 
     def column(self, name: str) -> list[Any]:
         """The values of one column, row by row."""
-        values: list[Any] = self._table.column(name).to_pylist()
+        values: list[Any] = self._converted(lambda: self._table.column(name).to_pylist(), f"column {name!r}")
         return values
 
     def __getitem__(self, index: int) -> Record:
         """Row ``index`` as a record; a column whose value is null is left in as None."""
-        record: Record = self._table.slice(index, 1).to_pylist()[0]
+        record: Record = self._converted(lambda: self._table.slice(index, 1).to_pylist()[0], f"row {index}")
         return record
+
+    def check_messages(self, name: str) -> None:
+        """Raise ``ValueError`` naming the first row whose column ``name`` holds no chat messages.
+
+        Looks at the Arrow columns, without making Python objects; columns of other types than the usual are left to
+        ``check_messages`` of each row.
+        """
+        row = _first_row_without_messages(self._table.column(name))
+        if row is not None:
+            check_messages(self[row][name], name, f"row {row} of {self.path}")
+
+    def check_given(self, name: str) -> None:
+        """Raise ``ValueError`` naming the first row whose column ``name`` is null."""
+        row = self._table.column(name).is_null().index(True).as_py()
+        if row >= 0:
+            raise ValueError(f"column {name!r} must hold a value in every row, but row {row} of {self.path} has none.")
+
+    def _converted(self, convert: Callable[[], T], what: str) -> T:
+        try:
+            return convert()
+        except Exception as error:
+            raise ValueError(f"{what} of {self.path} must be readable, but are not: {error}. Write it anew.") from error
+
+
+def _first_row_without_messages(column: pa.ChunkedArray) -> int | None:
+    """The first row that is null, an empty list, or a list with a message that lacks its role or content."""
+    kind = column.type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return None
+    if not {"role", "content"} <= {field.name for field in kind.value_type}:
+        return None
+    first = 0
+    for chunk in column.chunks:
+        messages = chunk.flatten()
+        incomplete = pc.or_(pc.is_null(pc.struct_field(messages, "role")), pc.is_null(pc.struct_field(messages, "content")))
+        rows = [
+            pc.index(pc.is_null(chunk), True).as_py(),
+            pc.index(pc.list_value_length(chunk), 0).as_py(),
+            pc.min(pc.filter(pc.list_parent_indices(chunk), incomplete)).as_py(),
+        ]
+        found = [row for row in rows if row is not None and row >= 0]
+        if found:
+            return first + int(min(found))
+        first += len(chunk)
+    return None
 
 
 def _read_table(path: str) -> pa.Table:
@@ -56,16 +106,41 @@ def _read_table(path: str) -> pa.Table:
         )
     try:
         if file.suffix == ".jsonl":
-            lines = file.read_text(encoding="utf-8").splitlines()
-            return pa.Table.from_pylist([json.loads(line) for line in lines if line.strip()])
+            lines = file.read_text(encoding="utf-8").split("\n")  # and no others: a text may hold Unicode's line separators
+            return _table_of([_parsed(line, f"line {number}") for number, line in enumerate(lines, 1) if line.strip()], "line")
         if file.suffix == ".json":
-            return pa.Table.from_pylist(json.loads(file.read_text(encoding="utf-8")))
+            return _table_of(_parsed(file.read_text(encoding="utf-8"), "the file"), "record")
         return pq.read_table(file)
-    except (pa.ArrowException, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:
         raise ValueError(
             f"data files must be parquet, .jsonl (one record per line) or .json (a list of records), but {path} "
-            f"could not be read: {error}"
+            f"could not be read: {error}. Write it anew, or drop it."
         ) from error
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON: {error}") from error
+
+
+def _table_of(records: Any, unit: str) -> pa.Table:
+    """Records as a table of all their columns; those that a record lacks are null in it."""
+    if not isinstance(records, list):
+        raise ValueError(f"it holds no list but {type(records).__name__}")
+    odd = next((number for number, record in enumerate(records, 1) if not isinstance(record, dict)), None)
+    if odd is not None:
+        raise ValueError(f"{unit} {odd} is no record but {str(records[odd - 1])[:80]!r}")
+    names = dict.fromkeys(name for record in records for name in record)
+    return pa.table({name: _array_of(name, [record.get(name) for record in records]) for name in names})
+
+
+def _array_of(name: str, values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except Exception as error:
+        raise ValueError(f"column {name!r} must hold values of one type: {error}") from error
 
 
 def check_messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:

@@ -1,10 +1,13 @@
 """Tokenizers and chat templates: from messages to token ids."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from verl_rc.config.model import model_source
 
 _REMOTE_CODE_PACKAGE = "transformers_modules"
 
@@ -25,7 +28,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("vocab*")):
         # transformers 5 would make a tokenizer of one token up
         raise ValueError(f"model.path must hold the model's tokenizer (tokenizer.json), and {path!r} has no such file.")
-    source = str(folder) if folder.is_dir() else path
+    source = model_source(path)
     tokenizer = _load_remote_code(source) if trust_remote_code else None
     if tokenizer is None:
         tokenizer = _load_files(source)
@@ -74,10 +77,21 @@ def encode_prompt(
 def encode_messages(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], template_arguments: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a whole conversation under the chat template."""
-    token_ids: list[int] = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=True, return_dict=False, **(template_arguments or {})
-    )
+    """Token ids of a whole conversation under the chat template.
+
+    Raises ``ValueError`` when the template cannot render it.
+    """
+    try:
+        token_ids: list[int] = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=True, return_dict=False, **(template_arguments or {})
+        )
+    except Exception as error:  # whatever the template's own code raises
+        raise ValueError(
+            f"the chat template must render {reprlib.repr(messages)}, but raised {type(error).__name__}: {error}. Change the "
+            "messages, data.apply_chat_template_kwargs, or the tokenizer's template."
+        ) from error
+    if not token_ids:
+        raise ValueError(f"the chat template must render {reprlib.repr(messages)} to at least one token, but gives none.")
     return token_ids
 
 

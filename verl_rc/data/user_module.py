@@ -19,6 +19,6 @@ def load_user_module(path: str, key: str) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     try:
         specification.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{key} must be a file that can be imported; {path!r} raised {error!r}.") from error
     return module

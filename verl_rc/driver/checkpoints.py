@@ -1,5 +1,6 @@
 """Writing a run down every so often, and going on with one."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, check_same_model, shards_problem
 from verl_rc.cluster.remote import RemoteError, wait_for_all
+from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.config.secrets import public_values
@@ -68,29 +70,48 @@ def restore(run: Run, resumed: Resumed) -> None:
     run.canary_monitor.calibrated = state.gap_limits["canary"]
 
 
-def write(run: Run, step: int, record: StepRecord) -> bool:
-    """Write a checkpoint of the step beside its place, and tell whether one was due; ``commit`` puts it there.
+def write(run: Run, step: int, record: StepRecord) -> None:
+    """Write a checkpoint of the step beside its place, if one is due; ``commit`` puts it there.
 
     One is due every ``trainer.save_freq`` steps, at the end, and when the run was asked to stop; never if that is <= 0, unless an
-    alert ends the run.
+    alert ends the run. With ``checkpoint.async_save`` it is only copied here, once the one before is written.
     """
     frequency = run.config.trainer.save_freq
-    wanted = run.stop.came and (frequency > 0 or run.stop.reason is not None)
+    wanted = run.stop.settle() and (frequency > 0 or run.stop.reason is not None)
     if not run.is_due(frequency, step) and not wanted:
-        return False
-    with record.stage("save_checkpoint"), _explained(run, step):
-        folder = run.checkpoints.begin(step).resolve()
-        learners = [run.actor] if run.critic is None else [run.actor, run.critic]
-        pending = [pending for group in learners for pending in group.save(folder / group.role)]
-        _state_after(run, step).save(folder)
-        wait_for_all(pending)
-    return True
+        return
+    with record.stage("save_checkpoint"):
+        _commit_begun(run, wait=True)
+        with _explained(run, step):
+            folder = run.checkpoints.begin(step).resolve()
+            pending = [pending for group in _learners(run) for pending in group.save(folder / group.role)]
+            _state_after(run, step).save(folder)
+            wait_for_all(pending)
 
 
 def commit(run: Run, step: int) -> None:
-    """Make the written checkpoint count, now that the step's metrics are written too: a crash before this repeats the step."""
+    """Make what was written count, now that the step's metrics are written too: a crash before this repeats the step.
+
+    What is still being written counts after a later step; after the last one it is waited for.
+    """
+    if run.checkpoints.begun == step:  # the step is saved: who asked meanwhile need not wait for another
+        run.stop.settle()
+    _commit_begun(run, wait=run.stop.settled or step == run.total_steps)
+
+
+def _commit_begun(run: Run, wait: bool) -> None:
+    step = run.checkpoints.begun
+    if step is None:
+        return
     with _explained(run, step):
-        run.checkpoints.commit(step)
+        if all(wait_for_all([pending for group in _learners(run) for pending in group.has_saved(wait)])):
+            run.checkpoints.commit(step)
+        else:
+            run.checkpoints.seal(step)
+
+
+def _learners(run: Run) -> list[ActorGroup | CriticGroup]:
+    return [run.actor] if run.critic is None else [run.actor, run.critic]
 
 
 @contextmanager
@@ -102,12 +123,28 @@ def _explained(run: Run, step: int) -> Iterator[None]:
         cause = error.cause if isinstance(error, RemoteError) else error
         if not isinstance(cause, (OSError, CheckpointError)):
             raise
-        newest = next(iter(run.checkpoints.newest_first()), None)
-        left = "There is no earlier one" if newest is None else f"{newest} is still the newest one, whole and usable"
         raise CheckpointError(
-            f"the checkpoint of step {step} must be written to {run.folder}, but: {cause} {left}. Make room (fewer checkpoints: "
-            "trainer.max_actor_ckpt_to_keep) and start the same command again."
+            f"the checkpoint of step {step} must be written to {run.folder}, but: {cause} {_what_is_left(run)}"
         ) from error
+
+
+@contextmanager
+def full_disk_explained(run: Run) -> Iterator[None]:
+    """A disk that has no room for metrics or samples ends the run as one that has none for a checkpoint does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CheckpointError(
+            f"the disk must have room for what the run writes to {run.folder}, but: {error}. {_what_is_left(run)}"
+        ) from error
+
+
+def _what_is_left(run: Run) -> str:
+    newest = next(iter(run.checkpoints.newest_first()), None)
+    left = "There is no earlier checkpoint" if newest is None else f"{newest} is still the newest one, whole and usable"
+    return f"{left}. Make room (fewer checkpoints: trainer.max_actor_ckpt_to_keep) and start the same command again."
 
 
 def _state_after(run: Run, step: int) -> RunState:

@@ -81,7 +81,7 @@ def _score_in_batches(
     for start in range(0, len(rows), size):
         batch = requests[start : start + size]
         completions = run.sampler.generate(batch, sampling)
-        rollouts = stages.as_rollouts(run, batch, completions, list(range(len(batch))))
+        rollouts = stages.as_rollouts(run, batch, completions)
         parts.append(stages.score(run, rows[start : start + size], rollouts, StepRecord()))
     return stages.ScoredTexts.concatenated(parts)
 

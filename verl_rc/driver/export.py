@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 
 from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, load_full_state_dict
 from verl_rc.checkpoint.shards import is_frozen, named_tensors
+from verl_rc.config.errors import listed
 from verl_rc.config.model import ModelConfig
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.lora import add_adapters
-from verl_rc.workers.sharded_model import torch_dtype
+from verl_rc.workers.precision import torch_dtype
 
 Part = Literal["policy", "critic", "adapter"]
 COPIED_FILES = (
@@ -174,12 +175,11 @@ def _fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, source:
     """Replace the trained parameters by the saved ones. Raises ``ExportError`` when names or shapes differ."""
     expected = {name: tensor.shape for name, tensor in named_tensors(model).items() if not is_frozen(tensor)}
     saved = {name: tensor.shape for name, tensor in tensors.items()}
-    different = sorted(name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name))
+    different = [name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name)]
     if different:
-        more = f" and {len(different) - MAX_NAMES} more" if len(different) > MAX_NAMES else ""
         raise ExportError(
             f"{source.folder} must have been trained from the model in {source.model.path}, but the two differ in "
-            f"{', '.join(different[:MAX_NAMES])}{more}. Say with --model where the right one is."
+            f"{listed(different, MAX_NAMES)}. Say with --model where the right one is."
         )
     typed = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     model.load_state_dict(typed, strict=False, assign=True)

@@ -23,17 +23,25 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.came = False
-        """Whether the run is to end after this step."""
+        """Whether the run is to end, after a step that is saved."""
+        self.settled = False
+        """Whether it ends after this step."""
         self._signalled = False
         self.reason: str | None = None
         """Why this run itself asks to end; None: the scheduler does."""
 
+    def settle(self) -> bool:
+        """Decide whether the run ends after this step: the request may come after the moment in which the step could be saved."""
+        self.settled = self.came
+        return self.settled
+
     def obey(self) -> None:
         """End the run if that is wanted: ``StoppedByAlertError`` when it is the run itself that wants to, else ``SystemExit``."""
+        if not self.settled:
+            return
         if self.reason is not None:
             raise StoppedByAlertError(self.reason)
-        if self.came:
-            raise SystemExit(TERMINATED)
+        raise SystemExit(TERMINATED)
 
     def ask(self, reason: str) -> None:
         """End the run after this step, saved."""

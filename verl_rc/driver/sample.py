@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.joining import join_rollouts, take_groups
@@ -19,9 +20,6 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.group_filter import informative_groups
 from verl_rc.rewards.overlong import overlong_penalty
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-
-_SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
-"""Values of ``filter_groups.metric`` that mean the score."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class SampledBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens that the policy produced."""
-        return int(self.rollouts.response_mask.sum())
+        return int(torch.count_nonzero(self.rollouts.response_mask))
 
     def taken(self, groups: list[int]) -> "SampledBatch":
         """The samples of some prompts, which are renumbered."""
@@ -73,7 +71,7 @@ class _Sampler:
     def sample(self, prompts: list[PromptRow], epoch: int) -> SampledBatch:
         """``rollout.n`` responses per prompt, with their scores."""
         rollouts = stages.generate(self.run, prompts, self.step, epoch, self.record)
-        self._response_tokens += int(rollouts.response_mask.sum())
+        self._response_tokens += int(torch.count_nonzero(rollouts.response_mask))
         self._busy_seconds += self.run.sampler.busy_seconds
         return SampledBatch(prompts, rollouts, self._scored(prompts, rollouts))
 
@@ -87,7 +85,7 @@ class _Sampler:
         record.add_busy("gen_max", run.sampler.busy_seconds)
         record.ledger.sampled(stages.sampled_tokens(completions))
         record.ledger.book({"baseline": stages.sampled_tokens(completions)})
-        greedy = stages.as_rollouts(run, requests, completions, list(range(len(requests))))
+        greedy = stages.as_rollouts(run, requests, completions)
         scores = self._scored(batch.prompts, greedy).scores
         record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
         return scores[batch.rollouts.group_ids]
@@ -116,7 +114,7 @@ class _Sampler:
         extras = dict(scored.extras)
         if buffer.log:
             extras |= {"overlong_reward": penalties.tolist(), "overlong": (penalties < 0).tolist()}
-        return replace(scored, scores=scored.scores + penalties, extras=extras)
+        return replace(scored, scores=scored.scores + penalties, extras=extras, unpenalised=scored.scores)
 
     def _overlong_penalties(self, rollouts: RolloutBatch) -> Tensor:
         kwargs = self.run.config.reward.reward_kwargs
@@ -168,7 +166,10 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
 
 
 def _informative_part(part: SampledBatch, metric: str) -> SampledBatch:
-    values = _numbers(part.scored, metric, "algorithm.filter_groups.metric")
+    scored = part.scored
+    if metric == "score" and scored.unpenalised is not None:
+        scored = replace(scored, scores=scored.unpenalised)
+    values = _numbers(scored, metric, "algorithm.filter_groups.metric")
     return part.taken(informative_groups(values, part.rollouts.group_ids.tolist()))
 
 
@@ -193,7 +194,7 @@ def _component_scores(scored: ScoredTexts, keys: list[str], record: StepRecord) 
 
 def _numbers(scored: ScoredTexts, name: str, key: str) -> list[float]:
     """One finite number per sample. Raises ``ValueError`` naming the configuration ``key`` when the column has none."""
-    if name in _SCORE_NAMES:
+    if name in ("score", *REWARD_METRICS):
         scores: list[float] = scored.scores.tolist()
         return scores
     values = scored.extras.get(name, [])

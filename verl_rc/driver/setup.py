@@ -21,7 +21,7 @@ from verl_rc.config.data import DataConfig
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.foreign_code import foreign_code
 from verl_rc.config.load import save_resolved_config
-from verl_rc.config.rollout import RolloutConfig
+from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.secrets import public_values
 from verl_rc.data.dataset import PromptDataset, PromptRow, build_train_loader, build_validation_rows
@@ -34,8 +34,8 @@ from verl_rc.driver.interruption import StopRequest
 from verl_rc.driver.recovery import Recovery
 from verl_rc.driver.run import Progress, Run
 from verl_rc.driver.scoring import open_scorer
-from verl_rc.losses import OWN_AVERAGE, resolve_policy_loss
-from verl_rc.metrics.sinks import open_tracker
+from verl_rc.losses import resolve_policy_loss
+from verl_rc.metrics.sinks import FormerLife, open_tracker
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.nonfinite_updates import NonFiniteUpdateGuard
 from verl_rc.ppo.objective import policy_loss_name
@@ -64,8 +64,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         actor = ActorGroup(placement)
         engines = EngineGroup(placement, actor.visible_devices() if placement.device == "cuda" else ())
         critic = CriticGroup(placement) if config.needs_critic else None
-        adapters = config.actor_rollout_ref.model.lora_rank > 0
-        reference = ReferenceGroup(placement) if config.needs_reference and not adapters else None
+        reference = ReferenceGroup(placement) if config.has_reference_model else None
         building_engines = engines.build(
             engine_options(config, placement.device), config.actor_rollout_ref.rollout.engine_timeout_seconds
         )
@@ -81,8 +80,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             sources = {row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows}
             sources |= loader.dataset.data_sources()
             scorer = stack.enter_context(open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds))
-        steps_of_epochs = len(loader) * config.trainer.total_epochs
-        total_steps = min(config.trainer.total_training_steps or steps_of_epochs, steps_of_epochs)
+        total_steps = steps_of_run(config, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         groups = [*learners, *([] if reference is None else [reference])]
         _build_ranks(groups, config, total_steps)
@@ -102,7 +100,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             folder,
             public_values(config),
             total_steps,
-            resume_id=None if resumed is None else resumed.state.tracker_run_id,
+            None if resumed is None else FormerLife(resumed.state.step, resumed.state.tracker_run_id),
         )
         stack.callback(tracker.close)
         run = Run(
@@ -166,6 +164,15 @@ def _with_tools(config: RunConfig, tokenizer: Any, engines: EngineGroup) -> tupl
     return data, AgentLoop(engines, tokenizer, multi_turn, arguments)
 
 
+def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
+    """What was asked for, at most what the prompts give."""
+    there = steps_of_epoch * config.trainer.total_epochs
+    asked = config.trainer.total_training_steps or there
+    if asked > there:
+        say("the prompts last for %d steps, fewer than trainer.total_training_steps=%d: raise trainer.total_epochs", there, asked)
+    return min(asked, there)
+
+
 def _build_ranks(groups: Sequence[RankGroup], config: RunConfig, total_steps: int) -> None:
     """Models of all roles, loaded and sharded."""
     building = [pending for group in groups for pending in group.build(config, total_steps)]
@@ -206,28 +213,14 @@ def _mistakes_are_the_users() -> Iterator[None]:
 
 @_mistakes_are_the_users()
 def _find_objective(config: RunConfig) -> None:
-    """Import estimator and loss before anything starts, and say where a loss is averaged its own way.
-
-    Raises ``ConfigError`` when one of them does not exist.
-    """
-    actor = config.actor_rollout_ref.actor
-    loss_name = policy_loss_name(actor, config.algorithm.rollout_correction)
+    """Import estimator and loss before anything starts. Raises ``ConfigError`` when one of them does not exist."""
     resolve_advantage_estimator(config.algorithm.adv_estimator)
-    resolve_policy_loss(loss_name)
-    if loss_name in OWN_AVERAGE:
-        say(
-            "the policy loss %s is always averaged %s; actor.loss_agg_mode=%s holds for entropy and KL terms alone",
-            loss_name,
-            OWN_AVERAGE[loss_name],
-            actor.loss_agg_mode,
-        )
+    resolve_policy_loss(policy_loss_name(config.actor_rollout_ref.actor, config.algorithm.rollout_correction))
 
 
 def max_model_length(config: RunConfig) -> int:
     """Tokens of prompt and response that an engine must hold."""
-    return config.actor_rollout_ref.rollout.max_model_len or (
-        config.data.max_prompt_length + config.data.max_response_length
-    )
+    return config.actor_rollout_ref.rollout.max_model_len or config.longest_row
 
 
 def engine_options(config: RunConfig, device: str) -> EngineOptions:
@@ -262,7 +255,7 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
 def _memory_arguments(rollout: RolloutConfig, device: str, shares_devices: bool) -> dict[str, Any]:
     """On a CPU the cache's size is given in bytes (a fraction would be one of all RAM) and the engine runs eagerly."""
     if device == "cpu":
-        return {"enforce_eager": True, "kv_cache_memory_bytes": (rollout.kv_cache_megabytes or 256) << 20}
+        return {"enforce_eager": True, "kv_cache_memory_bytes": (rollout.kv_cache_megabytes or DEFAULT_CPU_CACHE_MEGABYTES) << 20}
     arguments: dict[str, Any] = {"enforce_eager": rollout.enforce_eager}
     if shares_devices and rollout.free_cache_engine:
         arguments["enable_sleep_mode"] = True

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
-from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, TrainBatch, unpadded
 from verl_rc.data.dataset import PromptRow
-from verl_rc.driver.limits import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.driver.run import Run
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import Metric
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.ledger import fates_in_update
+from verl_rc.ppo.micro_batch_limits import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
@@ -36,6 +36,8 @@ class ScoredTexts:
     """float32 ``[B]``."""
     extras: dict[str, list[object]]
     """Further columns returned by the reward function, e.g. ``acc``."""
+    unpenalised: Tensor | None = None
+    """float32 ``[B]``: scores before the overlong penalty; None: there is no penalty."""
 
     def accuracies(self) -> list[float]:
         """``acc`` of every sample; its score where the reward function gives no ``acc``."""
@@ -46,7 +48,8 @@ class ScoredTexts:
     def taken(self, rows: list[int]) -> "ScoredTexts":
         """Some rows, in the order given."""
         extras = {name: [column[row] for row in rows] for name, column in self.extras.items()}
-        return ScoredTexts([self.texts[row] for row in rows], self.scores[rows], extras)
+        unpenalised = None if self.unpenalised is None else self.unpenalised[rows]
+        return ScoredTexts([self.texts[row] for row in rows], self.scores[rows], extras, unpenalised)
 
     @classmethod
     def concatenated(cls, parts: "list[ScoredTexts]") -> "ScoredTexts":
@@ -55,7 +58,11 @@ class ScoredTexts:
         extras = {
             name: [value for part in parts for value in part.extras.get(name, [None] * len(part.texts))] for name in names
         }
-        return cls([text for part in parts for text in part.texts], torch.cat([part.scores for part in parts]), extras)
+        before = [part.unpenalised for part in parts if part.unpenalised is not None]  # all parts of a run have it, or none
+        unpenalised = torch.cat(before) if before else None
+        return cls(
+            [text for part in parts for text in part.texts], torch.cat([part.scores for part in parts]), extras, unpenalised
+        )
 
 
 def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> RolloutBatch:
@@ -80,15 +87,16 @@ def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: 
 def sampled_tokens(completions: Completions) -> int:
     """Tokens that the policy produced, as the engines returned them."""
     mask = completions.response_mask
-    return int((completions.response_lengths if mask is None else mask).sum())
+    return int(completions.response_lengths.sum() if mask is None else torch.count_nonzero(mask))
 
 
 def as_rollouts(
-    run: Run, requests: list[GenerationRequest], completions: Completions, group_ids: list[int]
+    run: Run, requests: list[GenerationRequest], completions: Completions, group_ids: Sequence[int] | None = None
 ) -> RolloutBatch:
-    """Requests and their completions as one batch."""
+    """Requests and their completions as one batch; without ``group_ids`` each is a prompt of its own."""
     prompts = [request.prompt_token_ids for request in requests]
-    return build_rollout_batch(prompts, group_ids, completions, pad_token_id=run.tokenizer.pad_token_id)
+    ids = range(len(requests)) if group_ids is None else group_ids
+    return build_rollout_batch(prompts, ids, completions, pad_token_id=run.tokenizer.pad_token_id)
 
 
 def score(run: Run, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> ScoredTexts:
@@ -104,8 +112,7 @@ def score(run: Run, prompts: list[PromptRow], rollouts: RolloutBatch, record: St
 
 def decode(run: Run, rollouts: RolloutBatch) -> list[str]:
     """Response texts without special tokens."""
-    lengths = rollouts.tokens.response_lengths.tolist()
-    rows = [row[:length] for row, length in zip(rollouts.tokens.responses.tolist(), lengths, strict=True)]
+    rows = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)
     texts: list[str] = run.tokenizer.batch_decode(rows, skip_special_tokens=True)
     return texts
 
@@ -134,15 +141,20 @@ def _proximal_policy(run: Run, rollouts: RolloutBatch, record: StepRecord) -> Po
     with record.stage("old_log_prob"):
         scores = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config))
     record.add_busy("old_log_prob", run.actor.busy_seconds)
-    gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
-    run.gap_monitor.check(gap, "this step's rollouts")
-    record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
+    _check_gap(run, LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask), record)
     return PolicyEvaluations(
         old_log_probs=scores.log_probs,
         entropys=scores.entropys,
         sum_pi_squared=scores.sum_pi_squared,
         batch_size=rollouts.batch_size,
     )
+
+
+def _check_gap(run: Run, gap: LogProbGap, record: StepRecord) -> None:
+    """Report the gap of the step's rollouts. Raises ``SyncProofError`` when the engine cannot have held the trainer's weights."""
+    limit = run.gap_monitor.limit
+    run.gap_monitor.check(gap, "this step's rollouts")
+    record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit})
 
 
 def _reference_log_probs(run: Run, rollouts: RolloutBatch) -> Tensor:
@@ -230,7 +242,7 @@ def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> 
     record.add_busy("update_actor", run.actor.busy_seconds)
     record.add_records(report.metrics)
     norms, planned = _grad_norms("actor", report.metrics), [mini.num_loss_tokens for mini in mini_batches]
-    record.ledger.book({"rejected": int((batch.response_mask & ~batch.loss_mask).sum())})
+    record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
     record.ledger.book(fates_in_update(planned, report.kept_tokens, norms, actor.ppo_epochs))
     run.skipped_updates.observe(report.kept_tokens)
     run.nonfinite_updates.observe("actor", norms)
@@ -239,8 +251,7 @@ def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> 
     if report.correction is not None:
         describe_correction(run, report.correction, record)
     if report.gap is not None:
-        run.gap_monitor.check(report.gap, "this step's rollouts")
-        record.add({"sync/rollout_gap_mean": report.gap.mean, "sync/rollout_gap_max": report.gap.maximum})
+        _check_gap(run, report.gap, record)
 
 
 def _grad_norms(role: str, records: Sequence[Metric]) -> list[float]:
@@ -262,7 +273,7 @@ def write_samples(folder: str, step: int, rows: list[PromptRow], scored: ScoredT
     """``<folder>/<step>.jsonl``: input, output, ground truth, score and the reward's extras of every sample."""
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # JSON's own way to write half a surrogate pair
         for index, (row, text, value) in enumerate(zip(rows, scored.texts, scored.scores.tolist(), strict=True)):
             extras = {name: column[index] for name, column in scored.extras.items()}
             sample = {"input": row.messages, "output": text, "gts": row.ground_truth, "score": value, "step": step, **extras}

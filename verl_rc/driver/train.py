@@ -16,7 +16,7 @@ from verl_rc.ppo.train_batch import ScoreDetails, build_train_batch
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
     """Set a run up, train, and leave nothing behind but its folder."""
-    with open_run(config, ray_started) as run, run.stop.listening():
+    with open_run(config, ray_started) as run, run.stop.listening(), checkpoints.full_disk_explained(run):
         train(run)
 
 
@@ -37,7 +37,7 @@ def train(run: Run) -> None:
             further = ScoreDetails(sampled.greedy_scores, sampled.component_scores)
             scored_step = build_train_batch(rollouts, scored.scores, evaluations, algorithm, run.progress.control, further)
         stages.describe_batch(run, scored_step, scored, rollouts, evaluations, record)
-        if guards.may_train(run, sampled, scored_step.batch, record, step):
+        if guards.may_train(run, sampled, scored_step, record, step):
             update(run, scored_step.batch, evaluations, step, record)
         else:
             guards.withhold(scored_step.batch, record)
@@ -45,11 +45,10 @@ def train(run: Run) -> None:
         if run.is_due(trainer.test_freq, step):
             last = validate(run, record, step)
         stages.dump_rollouts(run, step, sampled.prompts, rollouts, scored, record)
-        saving = checkpoints.write(run, step, record)
+        checkpoints.write(run, step, record)
         record.add(run.recovery.take_counts(run.engines))
         record.log(run.tracker, step, {"training/global_step": step, "training/epoch": epoch})
-        if saving:
-            checkpoints.commit(run, step)
+        checkpoints.commit(run, step)
         run.stop.obey()
     say("written to %s: %s", run.folder, ", ".join(sorted(path.name for path in run.folder.iterdir())))
     if first is not None and last is not None:

@@ -1,10 +1,12 @@
 """Publishing the actor's weights to the engines, and proving that they hold them."""
 
+from dataclasses import replace
+
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.driver import stages
-from verl_rc.driver.limits import log_prob_limit
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.micro_batch_limits import log_prob_limit
 from verl_rc.rollout.collect import check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts
@@ -58,18 +60,19 @@ def check_canary(run: Run, version: int, record: StepRecord) -> None:
     """
     rollout = run.config.actor_rollout_ref.rollout
     requests = canary_requests(run)
-    options = SamplingOptions.for_training(rollout, run.stop_token_ids).replaced(
-        max_tokens=rollout.sync_proof.canary_max_tokens, ignore_eos=True
-    )
-    largest = 0.0
+    training = SamplingOptions.for_training(rollout, run.stop_token_ids)
+    options = replace(training, max_tokens=rollout.sync_proof.canary_max_tokens, ignore_eos=True)
+    gaps = []
     for engine, completions in enumerate(run.engines.generate_on_each(requests, options)):
-        rollouts = stages.as_rollouts(run, requests, completions, list(range(len(requests))))
+        rollouts = stages.as_rollouts(run, requests, completions)
         check_versions(rollouts, expected_version=version)
         scores = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config))
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         run.canary_monitor.check(gap, f"canary tokens of rollout engine {engine} at weight version {version}")
-        largest = max(largest, gap.maximum)
-    record.add({"sync/canary_max_gap": largest})
+        gaps.append(gap)
+    record.add(
+        {"sync/canary_mean_gap": max(gap.mean for gap in gaps), "sync/canary_max_gap": max(gap.maximum for gap in gaps)}
+    )
 
 
 def canary_requests(run: Run) -> list[GenerationRequest]:

@@ -18,7 +18,6 @@ from verl_rc.losses.inputs import (
 from verl_rc.losses.loss_metric import LossMetric, token_metric
 from verl_rc.losses.parameters import PolicyLossParameters
 from verl_rc.losses.policy import (
-    OWN_AVERAGE,
     compute_policy_loss,
     policy_loss_names,
     register_policy_loss,
@@ -29,7 +28,6 @@ from verl_rc.losses.value import ExplainedVariance, compute_value_loss, explaine
 
 __all__ = [
     "AGGREGATION_MODES",
-    "OWN_AVERAGE",
     "Aggregation",
     "AggregationMode",
     "CovarianceLoss",

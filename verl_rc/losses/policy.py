@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 from torch import Tensor
 
+from verl_rc.config.named_functions import NamedFunctions
 from verl_rc.losses.aggregate import Aggregation
 from verl_rc.losses.cispo import cispo_loss
 from verl_rc.losses.covariance import clip_cov_loss, kl_cov_loss
@@ -27,24 +27,24 @@ from verl_rc.losses.ppo_clip import ppo_clip_loss
 from verl_rc.losses.reinforce import reinforce_loss
 from verl_rc.losses.sapo import sapo_loss
 
-_POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": ppo_clip_loss,
-    "gspo": gspo_loss,
-    "gpg": gpg_loss,
-    "cispo": cispo_loss,
-    "geo_mean": geo_mean_loss,
-    "sapo": sapo_loss,
-    "clip_cov": clip_cov_loss,
-    "kl_cov": kl_cov_loss,
-    "dppo_tv": dppo_tv_loss,
-    "dppo_kl": dppo_kl_loss,
-    "dro": dro_loss,
-    "reinforce": reinforce_loss,
-}
-
-
-OWN_AVERAGE = {"sapo": "seq-mean-token-mean", "geo_mean": "over sequences"}
-"""Losses that are averaged their own way, whatever `loss_agg_mode` says, and that way in words."""
+_POLICY_LOSSES: NamedFunctions[PolicyLoss] = NamedFunctions(
+    "policy loss",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    {
+        "vanilla": ppo_clip_loss,
+        "gspo": gspo_loss,
+        "gpg": gpg_loss,
+        "cispo": cispo_loss,
+        "geo_mean": geo_mean_loss,
+        "sapo": sapo_loss,
+        "clip_cov": clip_cov_loss,
+        "kl_cov": kl_cov_loss,
+        "dppo_tv": dppo_tv_loss,
+        "dppo_kl": dppo_kl_loss,
+        "dro": dro_loss,
+        "reinforce": reinforce_loss,
+    },
+)
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
@@ -53,19 +53,12 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
     Raises:
         ValueError: when the name is taken by another function.
     """
-
-    def register(policy_loss: PolicyLoss) -> PolicyLoss:
-        if _POLICY_LOSSES.get(name, policy_loss) is not policy_loss:
-            raise ValueError(f"a policy loss named {name!r} is registered already; choose another name")
-        _POLICY_LOSSES[name] = policy_loss
-        return policy_loss
-
-    return register
+    return _POLICY_LOSSES.register(name)
 
 
 def policy_loss_names() -> tuple[str, ...]:
     """Returns the names of all registered policy losses."""
-    return tuple(_POLICY_LOSSES)
+    return _POLICY_LOSSES.names()
 
 
 def resolve_policy_loss(name: str) -> PolicyLoss:
@@ -74,21 +67,7 @@ def resolve_policy_loss(name: str) -> PolicyLoss:
     Raises:
         ValueError: when there is no such loss.
     """
-    if name in _POLICY_LOSSES:
-        return _POLICY_LOSSES[name]
-    module_name, separator, function_name = name.partition(":")
-    if not separator:
-        raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode must be one of {', '.join(_POLICY_LOSSES)}, or "
-            f"'module:function'; got {name!r}"
-        )
-    try:
-        policy_loss: PolicyLoss = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"the policy loss {name!r} must name a function in an importable module (is it on PYTHONPATH?): {error}"
-        ) from error
-    return policy_loss
+    return _POLICY_LOSSES.resolve(name)
 
 
 def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with keywords

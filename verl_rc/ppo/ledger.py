@@ -4,6 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 TOKEN_ACCOUNTS = {
     "trained": "in the loss of an optimizer step that was taken",
     "rejected": "left out by rollout correction",
@@ -57,6 +60,15 @@ class Ledger:
         """Tokens in the loss of optimizer steps that were taken."""
         return self._tokens["trained"]
 
+    def require_in_batch(self, tokens: int) -> None:
+        """Raise ``LedgerError`` when the batch about to be trained on does not hold all tokens that have no account yet."""
+        expected = self._sampled["tokens"] - self._tokens.total()
+        if tokens != expected:
+            raise LedgerError(
+                f"the step's batch must hold the {expected} sampled tokens that have no account yet, it holds {tokens}. "
+                "Tokens were lost or used twice on the way to the update, or the response mask is shifted."
+            )
+
     def close(self) -> dict[str, float]:
         """``ledger/*`` of the step; nothing when nothing was sampled. Raises ``LedgerError`` when the books do not balance."""
         for what, booked in (("tokens", self._tokens), ("prompts", self._prompts)):
@@ -74,6 +86,20 @@ class Ledger:
             "ledger/prompts_sampled": float(self._sampled["prompts"]),
             **metrics,
         }
+
+
+def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Tensor | None) -> None:
+    """Raise ``LedgerError`` naming rows whose ``loss_mask`` is not exactly the sampled tokens that rollout correction kept.
+
+    All bool ``[B, R]``; without ``keep_mask`` every sampled token is kept.
+    """
+    expected = response_mask if keep_mask is None else response_mask & keep_mask
+    if not torch.equal(loss_mask, expected):
+        rows = (loss_mask != expected).any(dim=-1).nonzero()[:, 0].tolist()
+        raise LedgerError(
+            "the loss must look at the sampled tokens that rollout correction kept, at these and no others, but its mask differs "
+            f"in {len(rows)} of {len(loss_mask)} rows; the first are {rows[:5]}. A mask shifted by one token looks like this."
+        )
 
 
 def fates_in_update(

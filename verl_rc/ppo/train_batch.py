@@ -75,22 +75,25 @@ def build_train_batch(
             rollout_is_weights=weights,
         )
 
-    excluded = config.rejected_in_group_baseline == "exclude"
-    advantages, returns = advantages_of(None)
-    correction = None
-    if not config.bypass_mode:
-        correction = compute_rollout_correction(
+    def corrected(advantages: Tensor | None) -> CorrectionResult:
+        return compute_rollout_correction(
             evaluations.old_log_probs,
             rollouts.rollout_log_probs,
             rollouts.response_mask,
             config,
-            advantages=None if excluded else advantages,
+            advantages=advantages,
             group_ids=rollouts.group_ids,
             policy_versions=rollouts.policy_versions,
             scores=scores,
         )
-        if excluded:
-            advantages, returns = advantages_of(~correction.rejected_rows)
+
+    correction: CorrectionResult | None = None
+    if config.rejected_in_group_baseline == "exclude":  # in decoupled mode alone
+        correction = corrected(None)
+        advantages, returns = advantages_of(~correction.rejected_rows)
+    else:
+        advantages, returns = advantages_of(None)
+        correction = None if config.bypass_mode else corrected(advantages)
     batch = TrainBatch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,

@@ -18,7 +18,8 @@ from verl_rc.report.preflight_machine import (
 
 
 def examine(config: RunConfig) -> Iterator[Finding]:
-    """Every check of a valid configuration, cheap ones first. Starts no process, loads no weights, writes nothing that stays."""
+    """Every check of a valid configuration, cheap ones first. Loads no weights, starts at most a process for the
+    reward function, writes nothing that stays."""
     folder, inputs = Path(str(config.trainer.default_local_dir)), Inputs()
     yield from check_packages()
     yield from check_devices(config)

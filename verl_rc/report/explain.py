@@ -81,21 +81,17 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     if policy.entropy_coeff:
         yield "H(π)", "entropy of the current policy at each token (entropys); carries a gradient"
     if policy.kl_loss_coef:
-        source = "the actor without its adapters" if config.actor_rollout_ref.model.lora_rank else actor_model(config)
+        own_model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
+        source = own_model if config.has_reference_model else "the actor without its adapters"
         yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
     yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
     if policy.facts is not None and policy.facts.ratio == "row":
         yield "", "the mean over a row runs over response_mask: a rejected token leaves the sum and not the ratio"
     counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
     counted = counted if policy.rejects else "response tokens"
+    assert actor.loss_scale_factor is not None
     for mode in sorted(policy.aggregations):
-        scale = actor.loss_scale_factor or config.data.max_response_length
-        yield "", f"{mode}: {divisors_of(mode, counted, scale)}"
-
-
-def actor_model(config: RunConfig) -> str:
-    """The reference's own model in words."""
-    return f"{config.actor_rollout_ref.ref.model_path}, frozen"
+        yield "", f"{mode}: {divisors_of(mode, counted, actor.loss_scale_factor)}"
 
 
 def _ratio_symbols(plan: Plan) -> Iterator[Row]:
@@ -187,9 +183,7 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
         numbers.append(f"lam = {algorithm.lam:g}")
     if advantages.uses_std:
         numbers.append("divided by the group's standard deviation" if algorithm.norm_adv_by_std_in_grpo else "centred only")
-    baseline = (
-        "samples of one prompt" if advantages.compares_groups else "the critic's values" if advantages.uses_values else "none"
-    )
+    baseline = _compared(plan) if advantages.compares_groups else "the critic's values" if advantages.uses_values else "none"
     rows = [("estimator", ", ".join([advantages.estimator, *numbers])), ("baseline", baseline)]
     if advantages.excludes_rejected:
         rows.append(("", "rows of which rejection keeps nothing do not count in it"))
@@ -199,6 +193,10 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
         reward += f", minus {weight} x {algorithm.kl_penalty}({plan.policy.old_policy}, π_ref) of each token"
     rows += [("reward", reward), ("read", ", ".join(advantages.inputs) + " decide the actor's update; nothing else does")]
     yield from _table(rows)
+
+
+def _compared(plan: Plan) -> str:
+    return "samples of one prompt" if plan.sizes.samples > 1 else "none: a prompt has one sample"
 
 
 def _critic(config: RunConfig, plan: Plan) -> Iterator[str]:

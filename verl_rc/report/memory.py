@@ -3,36 +3,38 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from verl_rc.config.actor import FsdpConfig
+from verl_rc.config.model import ModelConfig, model_source
+from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.plan import UpdateArithmetic, plan_of
+from verl_rc.ppo.plan import BatchArithmetic, UpdateArithmetic, plan_of
+from verl_rc.workers.precision import torch_dtype
 
 MIB = 1 << 20
 
-# Proportional set sizes (PSS) at the peak of recipes/quickstart_digits_cpu.sh, MiB, without what the model and its batches
-# add: Linux, torch 2.13, vLLM 0.32 (CPU builds), Ray 2.60, transformers 5.19, 2026-11-21. Their sum with the quickstart's model
-# is 2.1 GiB, where docs/experiment_log.md has 2.2 GiB for 13 processes. CUDA builds map more; nothing was measured there.
-DRIVER_MIB = 430
-"""The driver: torch, transformers, ray, the tracker."""
-RAY_MIB = 500
-"""Ray's own seven processes on a node (370), and workers that wait (47 each)."""
-TRAINER_MIB = 350
+# Proportional set sizes (PSS) in MiB, without what the model and its batches add: /proc/*/smaps_rollup of all processes, read
+# every 0.4 s during ten to twelve steps of recipes/quickstart_digits_cpu.sh (Linux, torch 2.13, vLLM 0.32, CPU builds, Ray 2.60,
+# transformers 5.19, 2026-11-21): actor 616 and 626, engine 726 and 716, everything 2,186 and 2,204 at the peak; the
+# estimate is 619, 716 and 2,235. With a critic (recipes/digits_cpu_gae.sh), from which no constant comes, 2,742; the estimate is
+# 2,847. CUDA builds map more; nothing was measured there.
+DRIVER_MIB = 500
+"""The driver (torch, transformers, ray: 460 to 476 at the run's peak, up to 620 while it ends) and W&B's process (35)."""
+RAY_MIB = 400
+"""Ray's own seven processes on a node (370), and workers that wait (48 each, mostly gone by the time of the peak)."""
+TRAINER_MIB = 440
 """One trainer rank: torch, transformers, ray."""
-ENGINE_MIB = 620
+ENGINE_MIB = 650
 """One engine: vllm, torch, ray."""
 
-_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _LOGIT_COPIES = 4
 """Tensors of the size of the logits, in float32, alive at once in an update: logits, softmax, its gradient, entropy."""
 _ACTIVATION_BYTES = 34
 """Bytes per token, layer and unit of width that a backward pass keeps in 16-bit precision (arXiv:2205.05198, section 4, without
 the attention scores, which fused kernels do not keep)."""
-_DEFAULT_CPU_CACHE_MIB = 256
 _MICRO_BATCH = "ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu)"
 
 
@@ -51,8 +53,6 @@ class ModelShape:
     vocabulary: int
     positions: int
     """Longest sequence, tokens."""
-    cache_width: int
-    """Numbers that a token leaves in the key-value cache of a layer."""
 
     @classmethod
     def of(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
@@ -60,8 +60,7 @@ class ModelShape:
 
         Raises ``ValueError`` or ``OSError`` when there is none that transformers knows.
         """
-        folder = Path(path).expanduser()
-        source = str(folder) if folder.is_dir() else path
+        source = model_source(path)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             try:
@@ -73,8 +72,6 @@ class ModelShape:
         tables = [part for part in (model.get_input_embeddings(), head) if part is not None]
         embeddings = {id(part.weight): part.weight.numel() for part in tables}
         linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head]
-        heads = text.num_attention_heads
-        head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             embedding_parameters=sum(embeddings.values()),
@@ -83,7 +80,6 @@ class ModelShape:
             width=text.hidden_size,
             vocabulary=text.vocab_size,
             positions=getattr(text, "max_position_embeddings", None) or sys.maxsize,
-            cache_width=2 * (getattr(text, "num_key_value_heads", None) or heads) * head_width,
         )
 
 
@@ -147,14 +143,14 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
     On a CPU allocators keep what a role once had, so that the sum of the peaks is what a machine must have.
     """
     model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
-    roles = [_actor(config, shapes[model.path], sizes.actor)]
+    roles = [_actor(config, shapes[model.path], sizes)]
     if sizes.critic is not None:
         shape, fsdp = shapes[str(critic.model.path)], critic.fsdp_config
         tokens = _micro_batch_tokens(sizes.critic, sizes.longest_row)
-        update = _Update(shape, _BYTES[fsdp.dtype], tokens, 0, bool(critic.model.enable_gradient_checkpointing))
+        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, bool(critic.model.enable_gradient_checkpointing))
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
         roles.append(replace(learner, activations=update.activations(), knob=f"critic.{_MICRO_BATCH}"))
-    if config.needs_reference and not model.lora_rank:
+    if config.has_reference_model:
         fsdp = config.actor_rollout_ref.ref.fsdp_config
         shape = shapes[str(config.actor_rollout_ref.ref.model_path)]
         learner = _learner("reference", shape, fsdp, config.num_ranks, trained=0)
@@ -164,25 +160,30 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
 
 
-def _actor(config: RunConfig, shape: ModelShape, update: UpdateArithmetic) -> RoleMemory:
-    model, fsdp, rollout = (
-        config.actor_rollout_ref.model,
-        config.actor_rollout_ref.actor.fsdp_config,
-        config.actor_rollout_ref.rollout,
-    )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    tokens = _micro_batch_tokens(update, longest)
-    predicted = tokens * config.data.max_response_length // longest
-    activations = _Update(shape, _BYTES[fsdp.dtype], tokens, predicted, model.enable_gradient_checkpointing).activations()
-    bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _BYTES[rollout.dtype])
-    trained = model.lora_rank * shape.linear_width_sum if model.lora_rank else shape.parameters
-    learner = _learner("actor", shape, fsdp, config.num_ranks, trained)
+def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic) -> RoleMemory:
+    policy = config.actor_rollout_ref
+    model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
+    tokens = _micro_batch_tokens(sizes.actor, sizes.longest_row)
+    predicted = tokens * sizes.longest_response // sizes.longest_row
+    activations = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, model.enable_gradient_checkpointing).activations()
+    bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _bytes(rollout.dtype))
+    learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
     return replace(learner, activations=max(activations, bucket), knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
+
+
+def _bytes(precision: str) -> int:
+    """Of one number."""
+    return torch_dtype(precision).itemsize
+
+
+def _trained_parameters(model: ModelConfig, shape: ModelShape) -> int:
+    """All of them, or with LoRA those of the adapters."""
+    return model.lora_rank * shape.linear_width_sum if model.lora_rank else shape.parameters
 
 
 def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained: int) -> RoleMemory:
     """A rank's share of weights, gradients and AdamW's two moments, which have the precision of the master weights."""
-    master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.dtype]
+    master, compute = _bytes(fsdp.model_dtype), _bytes(fsdp.dtype)
     is_gathered = ranks > 1 or master != compute
     gathered = (shape.embedding_parameters + shape.parameters // shape.layers) * compute if is_gathered else 0
     return RoleMemory(
@@ -196,8 +197,8 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
 
 
 def _reward_model(config: RunConfig, shape: ModelShape) -> RoleMemory:
-    judge, width = config.reward.reward_model, _BYTES[config.reward.reward_model.dtype]
-    longest = judge.max_length or config.data.max_prompt_length + config.data.max_response_length
+    judge, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
+    longest = judge.max_length or config.longest_row
     of_layer = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
     return RoleMemory(
         "reward model",
@@ -211,14 +212,14 @@ def _reward_model(config: RunConfig, shape: ModelShape) -> RoleMemory:
 
 def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> RoleMemory:
     rollout = config.actor_rollout_ref.rollout
-    per_engine, width = rollout.tensor_model_parallel_size, _BYTES[rollout.dtype]
+    per_engine, width = rollout.tensor_model_parallel_size, _bytes(rollout.dtype)
     blocks = shape.parameters - shape.embedding_parameters
     weights = shape.embedding_parameters * width + blocks * (1 if rollout.quantization else width)
     logits = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n) * shape.vocabulary * 4 * 2
     if rollout.kv_cache_megabytes is not None:
         cache, knob = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
     elif gpu_bytes is None:
-        cache, knob = _DEFAULT_CPU_CACHE_MIB * MIB, "kv_cache_megabytes"
+        cache, knob = DEFAULT_CPU_CACHE_MEGABYTES * MIB, "kv_cache_megabytes"
     else:
         cache = max(int(rollout.gpu_memory_utilization * gpu_bytes) - weights // per_engine - logits, 0)
         knob = "gpu_memory_utilization"
@@ -243,7 +244,19 @@ def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
 def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
     """Memory of this machine that the whole run takes; on GPUs weights and activations lie elsewhere."""
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
-    return sum(per_role) + (DRIVER_MIB + RAY_MIB) * MIB + _offloaded_bytes(config, roles, on_gpu)
+    beside = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
+    return sum(per_role) + (DRIVER_MIB + RAY_MIB) * MIB + beside
+
+
+def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
+    """Copies that checkpoints are written from with ``async_save``: two moments, and the trained weights."""
+    if config.trainer.save_freq <= 0:
+        return 0
+    copies = {
+        "actor": config.actor_rollout_ref.actor.checkpoint.async_save,
+        "critic": config.critic.checkpoint.async_save,
+    }
+    return sum(role.processes * role.optimizer * 3 // 2 for role in roles if copies.get(role.role))
 
 
 def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
@@ -280,11 +293,9 @@ def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
 def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int:
     """Size of one checkpoint: weights and moments of the roles that learn (with LoRA of the adapters alone)."""
     model, critic = config.actor_rollout_ref.model, config.critic
-    shape = shapes[model.path]
-    trained = model.lora_rank * shape.linear_width_sum if model.lora_rank else shape.parameters
-    size = 3 * trained * _BYTES[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    size = 3 * _trained_parameters(model, shapes[model.path]) * _bytes(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
     if config.needs_critic:
-        size += 3 * shapes[str(critic.model.path)].parameters * _BYTES[critic.fsdp_config.model_dtype]
+        size += 3 * shapes[str(critic.model.path)].parameters * _bytes(critic.fsdp_config.model_dtype)
     return size
 
 
@@ -294,7 +305,7 @@ def model_paths(config: RunConfig) -> dict[str, bool]:
     paths = {model.path: model.trust_remote_code}
     if config.needs_critic:
         paths.setdefault(str(config.critic.model.path), bool(config.critic.model.trust_remote_code))
-    if config.needs_reference and not model.lora_rank:
+    if config.has_reference_model:
         paths.setdefault(str(config.actor_rollout_ref.ref.model_path), model.trust_remote_code)
     judge = config.reward.reward_model
     if judge.enable:

@@ -1,17 +1,21 @@
 """Whether a configuration's inputs are what a run needs: models, tokenizer, data, reward."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
-from verl_rc.data.dataset import PromptDataset, PromptOptions, PromptRow, RowChoice
+from verl_rc.data.custom_dataset import CustomRecords
+from verl_rc.data.dataset import PromptDataset, PromptOptions, PromptRow, RowChoice, prompt_sources
 from verl_rc.data.records import RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt, load_tokenizer
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import ModelShape, model_paths
-from verl_rc.rewards import RewardError, RewardSample, build_reward
+from verl_rc.rewards import RewardError, RewardSample, build_reward, undecided
 
 SAMPLED_PROMPTS = 1000
 """Prompts whose lengths are counted, spread over a file."""
@@ -37,6 +41,8 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     longest = config.data.max_prompt_length + config.data.max_response_length
     for path, trusted in model_paths(config).items():
         try:
+            if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
+                raise ValueError("there is no such folder")
             shape = ModelShape.of(path, trusted)
         except (OSError, ValueError) as error:
             remedy = "pass a folder with a config.json, or a hub id that can be reached (actor_rollout_ref.model.path)"
@@ -55,6 +61,9 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     """The tokenizer has a chat template and an end token, and its ids fit the model; fills ``inputs.tokenizer``."""
     path = config.actor_rollout_ref.model.path
+    if path not in inputs.shapes and not Path(path).expanduser().is_dir():
+        yield Finding("note", "tokenizer", f"not looked at: there is no model {path}")
+        return
     try:
         tokenizer = load_tokenizer(path, config.data.trust_remote_code)
         messages = [{"role": "user", "content": "1"}]
@@ -86,28 +95,42 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         try:
             lengths, total, rows = _read(config, inputs.tokenizer, files)
         except (OSError, ValueError) as error:
-            yield Finding(
-                "failed", key, _first_line(error), "files must hold chat messages, data_source and reward_model", "see above"
-            )
+            must = "files must hold chat messages, data_source and reward_model"
+            yield Finding("failed", key, _first_line(error), must, "correct the file; docs/data_and_tools.md makes one")
             continue
         inputs.rows = inputs.rows or rows
         total = min(total, chosen) if chosen >= 0 else total
         yield from _lengths(config, key, lengths, total)
         left = total * sum(length <= config.data.max_prompt_length for length in lengths) // len(lengths)
         usable = left if config.data.filter_overlong_prompts else total
+        steps = _steps(config, usable) if key == "data.train_files" else ""
         yield Finding.of(
             usable >= fewest,
             f"{key}, size",
-            f"{usable} prompts",
+            f"{usable} prompts{steps}",
             f"there must be at least {fewest} prompts (data.train_batch_size)",
             "lower data.train_batch_size, or add data",
         )
 
 
+def _steps(config: RunConfig, prompts: int) -> str:
+    """How far training prompts reach, where one pass over the files is one epoch and a step draws one batch."""
+    trainer, drawn = config.trainer, config.data.prompts_per_draw
+    if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < drawn:
+        return ""
+    reach = prompts // drawn * trainer.total_epochs
+    wanted = trainer.total_training_steps
+    fewer = "" if wanted is None or wanted <= reach else f", fewer than trainer.total_training_steps={wanted}"
+    return f", enough for {reach} steps in {trainer.total_epochs} epoch(s){fewer}"
+
+
 def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list[int], int, list[PromptRow]]:
     """Lengths of some prompts in tokens, the number of prompts, and some rows."""
     options = PromptOptions.from_config(config.data)
-    records = [RecordFile(path, (options.prompt_key, "data_source", "reward_model")) for path in files]
+    sources, columns = prompt_sources(files, config.data, tokenizer), (options.prompt_key, "data_source", "reward_model")
+    records: list[RecordFile | CustomRecords] = [
+        RecordFile(source, columns) if isinstance(source, str) else source for source in sources
+    ]
     total = sum(map(len, records))
     lengths = []
     for file in records:
@@ -116,7 +139,7 @@ def _read(config: RunConfig, tokenizer: Any, files: Sequence[str]) -> tuple[list
             messages = check_messages(file[index][options.prompt_key], options.prompt_key, f"row {index} of {file.path}")
             lengths.append(len(encode_prompt(tokenizer, messages, options.template_arguments)))
     lenient = PromptOptions(max(lengths), "left", False, options.prompt_key, options.template_arguments)
-    dataset = PromptDataset(files, tokenizer, lenient, RowChoice())
+    dataset = PromptDataset(sources, tokenizer, lenient, RowChoice())
     return lengths, total, [dataset[index] for index in range(min(SCORED_ROWS, len(dataset)))]
 
 
@@ -150,8 +173,9 @@ def _histogram(lengths: Sequence[int]) -> str:
 
 
 def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """The reward function scores a ground truth and an empty response of some rows."""
-    if not inputs.rows:
+    """The reward function scores a ground truth and an empty response of some rows, in a process where a run would use one."""
+    own = config.reward.custom_reward_function
+    if not inputs.rows and own.path is None:
         yield Finding("note", "reward", "not tried: there are no rows")
         return
     if config.reward.reward_model.enable:
@@ -159,21 +183,43 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         return
     must = "it must give a finite number for every response"
     remedy = "correct the function (reward.custom_reward_function), or the data_source of the rows"
-    pairs = []
+    samples = [RewardSample.of(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")]
     try:
-        reward = build_reward(config.reward)
-        for row in inputs.rows:
-            answers = (str(row.ground_truth), "")
-            pairs.append(tuple(reward(RewardSample.of(row, answer)).score for answer in answers))
+        scores = _scores(config, samples)
     except (ConfigError, RewardError, ValueError) as error:
         yield Finding("failed", "reward", _first_line(error), must, remedy)
         return
+    if not samples:
+        yield Finding("note", "reward", f"{own.name} of {own.path} is there, and was not tried: there are no rows")
+        return
+    pairs = list(zip(scores[::2], scores[1::2], strict=True))
     shown = ", ".join(f"{truth:g} / {empty:g}" for truth, empty in pairs)
     found = f"ground truth / empty response of {len(pairs)} row(s): {shown}"
     if any(truth > empty for truth, empty in pairs):
         yield Finding("ok", "reward", found)
     else:
         yield Finding("note", "reward", f"{found}. Equal scores are right only where a ground truth is not an answer by itself")
+
+
+def _scores(config: RunConfig, samples: Sequence[RewardSample]) -> list[float]:
+    """The score of each sample.
+
+    Raises ``RewardError`` at the first failure, also of a call that hangs or kills its process, and ``ValueError`` when a
+    function of the user's own cannot be loaded.
+    """
+    needs_process = config.reward.custom_reward_function.path is not None
+    if not needs_process and all(undecided(sample.data_source) is None for sample in samples):
+        reward = build_reward(config.reward)
+        return [reward(sample).score for sample in samples]
+    with closing(RewardPool(config.reward.model_copy(update={"num_workers": 1}), config.trainer.ready_timeout_seconds)) as pool:
+        return [_score_of(pool, sample) for sample in samples]
+
+
+def _score_of(pool: RewardPool, sample: RewardSample) -> float:
+    [(_, result)] = pool.results([sample])
+    if isinstance(result, RewardError):
+        raise result
+    return result.score
 
 
 def _first_line(error: Exception) -> str:

@@ -80,14 +80,13 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
 
 
 def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
-    own_pool = 0 if config.actor_rollout_ref.hybrid_engine else config.num_engine_devices
-    needed, found = config.num_ranks + own_pool, torch.cuda.device_count()
+    needed, found = config.num_devices, torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(found)) or "none"
     yield Finding.of(
         needed <= found,
         "GPUs",
         f"{found} ({names}); {processes} on {needed}",
-        f"{needed} GPUs must be there: {config.num_ranks} for trainer ranks, {own_pool} for engines of their own",
+        f"{needed} GPUs must be there: {config.num_ranks} for trainer ranks, {needed - config.num_ranks} for engines alone",
         "lower trainer.n_gpus_per_node, or pass trainer.device=cpu",
     )
 

@@ -14,6 +14,8 @@ from verl_rc.rewards.math_answer import dapo_math, math_answer
 from verl_rc.rewards.output import RewardError, RewardOutput, as_reward_output
 from verl_rc.rewards.sample import RewardSample
 
+_SHOWN_CHARACTERS = 500
+"""Of an exception's text."""
 Scorer = Callable[[str, Any], Any]
 """``f(solution_str, ground_truth)`` returns a number or a dict with ``score``."""
 
@@ -103,6 +105,8 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
         function = load_reward_function(custom.path, custom.name, custom.reward_kwargs, with_model)
 
     def returned_for(sample: RewardSample) -> Any:
+        if function is None and sample.ground_truth is None:
+            raise ValueError("the row has no ground_truth in its reward_model, which built-in scorers compare with")
         if function is None:
             return find_scorer(sample.data_source)(sample.solution_str, sample.ground_truth)
         return function(
@@ -116,15 +120,24 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
     def reward(sample: RewardSample) -> RewardOutput:
         try:
             returned = returned_for(sample)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(f"the reward function raised {_described(error)} for {sample}.") from error
-        output = as_reward_output(returned, sample)
+        try:
+            output = as_reward_output(returned, sample)
+        except RewardError:
+            raise
+        except Exception as error:
+            raise RewardError(
+                f"a reward function must return a number, or a dict with one under 'score', but what it returned for {sample} "
+                f"cannot be read: {_described(error)}."
+            ) from error
         return RewardOutput(output.score, {**output.extras, **dict.fromkeys(with_model, sample.reward_model_score)})
 
     return reward
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """An exception's type, text and the place it came from."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}, in {place.name})"
+    said = "".join(traceback.format_exception_only(error)).strip()  # also of an exception that cannot be shown
+    return f"{said[:_SHOWN_CHARACTERS]} ({place.filename}:{place.lineno}, in {place.name})"

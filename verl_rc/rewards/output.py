@@ -1,10 +1,15 @@
 """What a reward function says about one response, checked."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
+
+_REPR = reprlib.Repr()
+"""Shows objects that raise when they are shown, and those without end, too."""
+_REPR.maxstring = _REPR.maxother = 80
 
 
 class RewardError(ValueError):
@@ -34,9 +39,9 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
         if "score" not in returned or unnamed:
             raise RewardError(
                 "a reward function must return a number, or a dict that has 'score' among keys that are strings; for "
-                f"{sample} it returned a dict with the keys {list(returned)}."
+                f"{sample} it returned a dict with the keys {_shown(list(returned))}."
             )
-        extras = {str(key): _plain(value, str(key), sample) for key, value in returned.items() if key != "score"}
+        extras = {_text(key): _plain(value, key, sample) for key, value in returned.items() if key != "score"}
         if extras.get("acc") is not None:
             extras["acc"] = _number(extras["acc"], "acc", sample)
         return RewardOutput(_number(_unwrapped(returned["score"]), "score", sample), extras)
@@ -45,20 +50,31 @@ def as_reward_output(returned: object, sample: object) -> RewardOutput:
 
 
 def _number(value: object, name: str, sample: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
+    if not isinstance(value, Real) or not _is_finite(value):
         raise RewardError(
-            f"the {name} of a reward function must be a finite number, got {value!r} ({type(value).__name__}) "
+            f"the {name} of a reward function must be a finite number, got {_shown(value)} ({type(value).__name__}) "
             f"for {sample}. Return a float, or a dict with one under 'score'."
         )
     return float(value)
 
 
+def _is_finite(number: Real | int) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
 def _plain(value: object, name: str, sample: object) -> object:
-    """``value`` in Python's own types."""
+    """``value`` in exactly Python's own types: the driver need not know the classes of the user's module."""
     value = _unwrapped(value)
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, Real):
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int) and _is_finite(value):
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, int):
         return float(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item, name, sample) for key, item in value.items()}
@@ -73,3 +89,16 @@ def _plain(value: object, name: str, sample: object) -> object:
 def _unwrapped(value: object) -> object:
     """The one number of an array or tensor without dimensions; anything else as it is."""
     return value.tolist() if getattr(value, "shape", None) == () and hasattr(value, "tolist") else value
+
+
+def _text(value: str) -> str:
+    """``value`` as UTF-8 can write it; what it cannot, half a surrogate pair, is escaped."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _shown(value: object) -> str:
+    """``value`` for a message: short, whatever it is."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"

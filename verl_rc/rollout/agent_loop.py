@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.batches import Completions
+from verl_rc.data.batches import Completions, unpadded
 from verl_rc.data.tokenize import ToolTurnEncoder
-from verl_rc.rewards.tools import find_tools
+from verl_rc.rewards.tools import ToolCaller, find_tools
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 from verl_rc.rollout.tool_calls import Parser, answer, choose_parser, shortened
 
@@ -81,6 +81,7 @@ class AgentLoop:
         self._tokenizer = tokenizer
         self._config = config
         self._tools = find_tools(config.tools)
+        self._caller = ToolCaller(config.tool_timeout_seconds)
         self._parse: Parser = choose_parser(config, self._tools)
         self._encoder = ToolTurnEncoder(tokenizer, template_arguments)
         self.busy_seconds = 0.0
@@ -90,6 +91,8 @@ class AgentLoop:
         """One conversation per request, in order; ``response_mask`` of the result is False at the tools' tokens.
 
         All conversations that go on share one call of the engines per turn.
+
+        Raises ``ToolFailedError`` when a tool fails or hangs.
         """
         self.busy_seconds = 0.0
         conversations = [_Conversation(request) for request in requests]
@@ -104,7 +107,8 @@ class AgentLoop:
 
     def _after_turn(self, turn: Completions, conversations: list[_Conversation], max_tokens: int) -> list[_Conversation]:
         """Answer the calls of a turn; returns the conversations that go on."""
-        texts = self._tokenizer.batch_decode(_sampled_rows(turn), skip_special_tokens=False)
+        rows = unpadded(turn.responses, turn.response_lengths)
+        texts = self._tokenizer.batch_decode(rows, skip_special_tokens=False)
         pairs = zip(texts, conversations, strict=True)
         return [conversation for text, conversation in pairs if self._answer_calls(text, conversation, max_tokens)]
 
@@ -119,7 +123,8 @@ class AgentLoop:
         if conversation.tool_turns == self._config.max_user_turns:
             return False
         limit, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
-        token_ids = self._encoder.encode([shortened(answer(call, self._tools), limit, side) for call in calls])
+        answers = [answer(call, self._tools, self._caller) for call in calls]
+        token_ids = self._encoder.encode([shortened(text, limit, side) for text in answers])
         conversation.tool_calls += len(calls)
         if len(conversation.token_ids) + len(token_ids) >= max_tokens:
             return False
@@ -137,15 +142,9 @@ def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dic
     return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **given}
 
 
-def _sampled_rows(turn: Completions) -> list[list[int]]:
-    rows = zip(turn.responses.tolist(), turn.response_lengths.tolist(), strict=True)
-    return [row[:length] for row, length in rows]
-
-
 def _hand_out(turn: Completions, conversations: list[_Conversation]) -> None:
-    columns = zip(
-        _sampled_rows(turn), turn.rollout_log_probs.tolist(), turn.policy_versions.tolist(), turn.finished.tolist(), strict=True
-    )
+    rows = unpadded(turn.responses, turn.response_lengths)
+    columns = zip(rows, turn.rollout_log_probs.tolist(), turn.policy_versions.tolist(), turn.finished.tolist(), strict=True)
     for conversation, (token_ids, log_probs, versions, finished) in zip(conversations, columns, strict=True):
         count = len(token_ids)
         conversation.take_turn(token_ids, log_probs[:count], versions[:count], finished)

@@ -38,7 +38,7 @@ def build_rollout_batch(
         response_mask=response_mask,
         rollout_log_probs=completions.rollout_log_probs,
         policy_versions=completions.policy_versions,
-        group_ids=torch.tensor(group_ids),
+        group_ids=torch.tensor(group_ids, dtype=torch.int64),
         finished=completions.finished,
         fingerprints=fingerprints(tokens, response_mask),
         num_turns=completions.num_turns,

@@ -10,6 +10,8 @@ from vllm.config import WeightTransferConfig
 from vllm.outputs import CompletionOutput
 
 from verl_rc.data.batches import Completions
+from verl_rc.rollout import engine_worker
+from verl_rc.rollout.leftovers import forget_shared_memory_names
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.weight_sync import receiver
 from verl_rc.weight_sync.shared_bucket import BucketHandle
@@ -33,9 +35,11 @@ class RolloutEngine:
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
-            worker_extension_cls=f"{receiver.__name__}.{receiver.ReceiptExtension.__name__}",
+            worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
             **options.arguments,
         )
+        self._llm.collective_rpc("forget_shared_memory_names")
+        forget_shared_memory_names()
 
     def describe(self) -> dict[str, Any]:
         """Facts of the running engine that other parts need: its cache's block size and its threads."""

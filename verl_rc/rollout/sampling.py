@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl_rc.config.rollout import RolloutConfig, ValKwargsConfig
@@ -39,22 +39,13 @@ class SamplingOptions:
     def for_training(cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
         """Options of training rollouts."""
         assert rollout.response_length is not None
-        return cls(
-            rollout.temperature, rollout.top_p, rollout.top_k, rollout.response_length, stop_token_ids, rollout.ignore_eos
-        )
+        return cls(rollout.temperature, rollout.top_p, rollout.top_k, rollout.response_length, stop_token_ids, rollout.ignore_eos)
 
     @classmethod
-    def for_validation(
-        cls, validation: ValKwargsConfig, max_tokens: int, stop_token_ids: tuple[int, ...]
-    ) -> "SamplingOptions":
+    def for_validation(cls, validation: ValKwargsConfig, max_tokens: int, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
         """Options of validation rollouts; ``do_sample=False`` is greedy whatever the temperature."""
         temperature = 0.0 if validation.do_sample is False else validation.temperature
         return cls(temperature, validation.top_p, validation.top_k, max_tokens, stop_token_ids)
-
-
-    def replaced(self, *, max_tokens: int, ignore_eos: bool) -> "SamplingOptions":
-        """The same distribution with other stopping rules."""
-        return replace(self, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
 @dataclass(frozen=True)

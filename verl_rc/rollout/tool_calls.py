@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.rewards.tools import Tool
+from verl_rc.rewards.tools import Tool, ToolCaller
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAG = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
@@ -68,14 +68,17 @@ def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:
     return tag_parser(chosen[0])
 
 
-def answer(call: ParsedCall, tools: Mapping[str, Tool]) -> str:
-    """What the policy reads after a call: the tool's answer, or what is wrong with the call."""
+def answer(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller) -> str:
+    """What the policy reads after a call: the tool's answer, or what is wrong with the call.
+
+    Raises ``ToolFailedError`` when the tool itself fails, or hangs.
+    """
     if isinstance(call, MalformedCall):
         return f"error: {call.reason}"
     tool = tools.get(call.name)
     if tool is None:
         return f"error: the tools are {json.dumps(sorted(tools))}"
-    return tool.call(call.arguments)
+    return caller.call(tool, call.arguments)
 
 
 def shortened(text: str, limit: int, side: str) -> str:

@@ -1,4 +1,4 @@
-"""Sums, means and whitening over the True positions of a mask. Masked positions are cut by selection, so NaN there
+"""Sums and whitening over the True positions of a mask. Masked positions are cut by selection, so NaN there
 is harmless."""
 
 import torch
@@ -13,11 +13,6 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 def masked_row_sums(values: Tensor, mask: Tensor) -> Tensor:
     """Sums over the last dimension of ``values`` ``[B, T]`` where ``mask`` is True; ``[B]``."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(dim=-1)
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of ``values`` where ``mask`` is True, divided by the exact count; 0 for an empty mask."""
-    return masked_sum(values, mask) / mask.sum().clamp_min(1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_rc.config.errors import listed
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import SendReceipt
 
@@ -25,7 +26,7 @@ def check_receipts(
     names = set(manifest.names)
     if set(sent.digests) != names:
         raise SyncProofError(
-            f"weight version {version}: all {len(names)} tensors must be sent, missing {_some(names - set(sent.digests))}."
+            f"weight version {version}: all {len(names)} tensors must be sent, missing {listed(names - set(sent.digests))}."
         )
     for engine, workers in enumerate(received):
         for worker, receipt in enumerate(workers):
@@ -34,20 +35,15 @@ def check_receipts(
             if set(digests) != names:
                 raise SyncProofError(
                     f"{where}: must receive all {len(names)} tensors, received {len(digests)}, "
-                    f"missing {_some(names - set(digests))}."
+                    f"missing {listed(names - set(digests))}."
                 )
             changed = {name for name in names if digests[name] != sent.digests[name]}
             if changed:
-                raise SyncProofError(f"{where}: bytes received must equal bytes sent; they differ for {_some(changed)}.")
+                raise SyncProofError(f"{where}: bytes received must equal bytes sent; they differ for {listed(changed)}.")
             if receipt["not_loaded"]:
                 raise SyncProofError(
-                    f"{where}: every parameter of the engine's model must be filled; untouched: {_some(receipt['not_loaded'])}."
+                    f"{where}: every parameter of the engine's model must be filled; untouched: {listed(receipt['not_loaded'])}."
                 )
-
-
-def _some(names: Any) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,7 @@ class LogProbGap:
     @classmethod
     def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap":
         """Gap over the True positions of ``mask`` (all ``[B, R]``) whose log-probs are finite; others are not its business."""
-        gap = (train_log_probs - rollout_log_probs).abs()[mask].double()
-        gap = gap[torch.isfinite(gap)]
+        gap = token_gaps(train_log_probs, rollout_log_probs, mask)
         mean, maximum = torch.stack([gap.mean(), gap.max()]).tolist() if gap.numel() else (0.0, 0.0)
         return cls(mean, maximum)
 
@@ -74,6 +69,12 @@ class LogProbGap:
                 "look for a missed weight update, a stale prefix cache or another temperature. If the gap is expected, set "
                 "actor_rollout_ref.rollout.sync_proof.gap_limit."
             )
+
+
+def token_gaps(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """float64 ``[K]``: ``|train - rollout log-prob|``, nats, at the True positions of ``mask`` where it is finite."""
+    gaps = (train_log_probs - rollout_log_probs).abs()[mask].double()
+    return gaps[torch.isfinite(gaps)]
 
 
 # Ten times the mean gap measured between vLLM and an fp32 trainer on the same weights (docs/experiment_log.md), by

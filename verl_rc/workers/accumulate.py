@@ -1,5 +1,6 @@
 """Exact totals of an update's losses and metrics over micro-batches, read from the device once."""
 
+import math
 from collections import defaultdict
 
 import torch
@@ -45,6 +46,6 @@ class ObjectiveTotals:
             records.append(Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator))
         if is_first_rank:
             records += [Metric(f"{self._role}/grad_norm", norm) for norm in self._grad_norms]
-            dropped = sum(1 for norm in self._grad_norms if not norm < float("inf"))
+            dropped = sum(not math.isfinite(norm) for norm in self._grad_norms)
             records.append(Metric(f"{self._role}/nonfinite_gradients", dropped, Reduction.SUM))
         return records

@@ -12,7 +12,7 @@ from verl_rc.data.batches import TrainBatch
 from verl_rc.distributed.collectives import all_reduce_max, all_reduce_sum
 from verl_rc.distributed.mesh import DeviceMesh
 from verl_rc.ppo.bypass import MiniBatchCounts, correct_current, kept_counts, measure_current, needs_statistics_first
-from verl_rc.weight_sync.proof import LogProbGap
+from verl_rc.weight_sync.proof import LogProbGap, token_gaps
 
 CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
 """Rows of a micro-batch to the rows themselves and their current log-probs ``[B, R]``, without gradient."""
@@ -92,9 +92,8 @@ class ActorCorrection:
         )
 
     def _add_gap(self, batch: TrainBatch, log_probs: Tensor) -> None:
-        gap = (log_probs - batch.rollout_log_probs).abs()[batch.response_mask].double()
-        gap = gap[torch.isfinite(gap)]
-        if gap.numel():
+        gaps = token_gaps(log_probs, batch.rollout_log_probs, batch.response_mask)
+        if gaps.numel():
             sums, largest = self._gap
-            found = torch.stack([gap.sum(), gap.new_tensor(gap.numel())])
-            self._gap = sums.to(gap.device) + found, torch.maximum(largest.to(gap.device), gap.max()[None])
+            found = torch.stack([gaps.sum(), gaps.new_tensor(gaps.numel())])
+            self._gap = sums.to(gaps.device) + found, torch.maximum(largest.to(gaps.device), gaps.max()[None])

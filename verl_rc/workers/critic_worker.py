@@ -1,13 +1,12 @@
 """One rank of the critic: computes values and learns them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, TokenBatch
-from verl_rc.distributed.mesh import RankAddress, join_trainer_group, leave_trainer_group, trainer_device
+from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.mini_batches import MiniBatchShare
@@ -15,11 +14,13 @@ from verl_rc.ppo.objective import Objective, value_objective
 from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.forward import score_values
 from verl_rc.workers.language_model import load_value_model
+from verl_rc.workers.learner import Learner
+from verl_rc.workers.precision import torch_dtype
 from verl_rc.workers.rows import accumulate_gradients, score_rows, take_rows
-from verl_rc.workers.sharded_model import Learning, ShardedModel, torch_dtype
+from verl_rc.workers.sharded_model import Learning, ShardedModel
 
 
-class CriticWorker:
+class CriticWorker(Learner):
     """The critic's model on one rank: FSDP2 shards, fp32 master weights, AdamW."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
@@ -34,7 +35,8 @@ class CriticWorker:
             bool(model.enable_gradient_checkpointing),
             bool(model.trust_remote_code),
         )
-        self.model = ShardedModel(module, mesh, self._config.fsdp_config, Learning(self._config.optim, total_steps))
+        learning = Learning(self._config.optim, total_steps, bool(self._config.checkpoint.async_save))
+        self.model = ShardedModel(module, mesh, self._config.fsdp_config, learning)
         self._loss_scale_factor = float(config.data.max_response_length)
 
     def compute_values(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -72,15 +74,3 @@ class CriticWorker:
 
     def _values(self, tokens: TokenBatch) -> Tensor:
         return score_values(self.model.module, tokens, bool(self._config.model.use_remove_padding))
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint; collective."""
-        self.model.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Go on from a checkpoint; collective."""
-        self.model.load(folder)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        leave_trainer_group()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
+from verl_rc.config.model import model_source
 from verl_rc.workers.packed_attention import PACKED_ATTENTION, PackedLayout
 
 
@@ -47,13 +48,12 @@ def load_value_model(
 
 
 def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
-    folder = Path(path).expanduser()
-    if path.startswith((".", "/", "~")) and not (folder / "config.json").is_file():
+    source = model_source(path)
+    if path.startswith((".", "/", "~")) and not (Path(source) / "config.json").is_file():
         raise ValueError(
             f"a model's path must be a Hugging Face model folder with a config.json, got {path!r}. "
             "Give the folder of a model (scripts/make_tiny_model.py writes a small one) or a hub id."
         )
-    source = str(folder) if folder.exists() else path
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     arguments = {
         "config": config,

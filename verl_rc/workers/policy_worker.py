@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
 from verl_rc.distributed.collectives import all_gather_vector, all_reduce_sum
-from verl_rc.distributed.mesh import RankAddress, join_trainer_group, leave_trainer_group, trainer_device
+from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.covariance import covariance_inputs, covariance_loss_name, covariance_statistics
@@ -26,13 +25,15 @@ from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
+from verl_rc.workers.learner import Learner
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
 from verl_rc.workers.orders import UpdateOrder, UpdateReport
+from verl_rc.workers.precision import torch_dtype
 from verl_rc.workers.rows import accumulate_gradients, score_rows, take_rows
-from verl_rc.workers.sharded_model import TORCH_DTYPES, Learning, ShardedModel, torch_dtype
+from verl_rc.workers.sharded_model import Learning, ShardedModel
 
 
-class PolicyWorker:
+class PolicyWorker(Learner):
     """The actor's model on one rank: FSDP2 shards, fp32 master weights, AdamW."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
@@ -50,15 +51,13 @@ class PolicyWorker:
             model_config.enable_gradient_checkpointing,
             model_config.trust_remote_code,
         )
-        self.model = ShardedModel(
-            add_adapters(module, model_config), self._mesh, fsdp, Learning(self._actor.optim, total_steps)
-        )
+        learning = Learning(self._actor.optim, total_steps, self._actor.checkpoint.async_save)
+        self.model = ShardedModel(add_adapters(module, model_config), self._mesh, fsdp, learning)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,
             model_config.use_remove_padding,
             entropy_gradient=self._actor.entropy_coeff != 0,
         )
-        self._response_width = config.data.max_response_length
         self._lending = ExitStack()
         self._statistics_seconds = 0.0
         rollout = config.actor_rollout_ref.rollout
@@ -66,7 +65,7 @@ class PolicyWorker:
         self._sender = WeightSender(
             MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module),
             address.rank,
-            TORCH_DTYPES[rollout.dtype],
+            rollout.dtype,
             rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
         )
 
@@ -81,10 +80,14 @@ class PolicyWorker:
         """Log-probs ``[B, R]`` of the model without its LoRA adapters, without gradient."""
         with self.model.in_use() as module, adapters_off(module):
             module.eval()
-            return score_rows(tokens, micro_batches, lambda part: self._scores(part)[:1], self._device)
+            return score_rows(tokens, micro_batches, self._log_probs, self._device)
+
+    def _log_probs(self, tokens: TokenBatch) -> list[Tensor]:
+        return [score_tokens(self.model.module, tokens, self._forward, with_entropy=False).log_probs]
 
     def _scores(self, tokens: TokenBatch) -> list[Tensor]:
-        scores = score_tokens(self.model.module, tokens, self._forward, True, with_sum_pi_squared=self._needs_sum_pi_squared)
+        squares = self._needs_sum_pi_squared
+        scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares)
         return [values for values in (scores.log_probs, scores.entropys, scores.sum_pi_squared) if values is not None]
 
     def update(self, batch: TrainBatch, order: UpdateOrder) -> UpdateReport:
@@ -139,7 +142,7 @@ class PolicyWorker:
             self._actor.loss_agg_mode,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
-            loss_scale_factor=self._actor.loss_scale_factor or self._response_width,
+            loss_scale_factor=self._actor.loss_scale_factor,
         )
 
         def objective_of(rows: Sequence[int]) -> Objective:
@@ -210,15 +213,3 @@ class PolicyWorker:
         """Take the last bucket back, which ends the update."""
         self._lending.close()
         return self._sender.release()
-
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint; collective."""
-        self.model.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Go on from a checkpoint; collective."""
-        self.model.load(folder)
-
-    def close(self) -> None:
-        """Leave the process groups."""
-        leave_trainer_group()

@@ -1,5 +1,6 @@
 """A model on one rank: FSDP2 shards; for one that learns also AdamW and its schedule; in host memory while it rests."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,21 +11,12 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl_rc.checkpoint import load_shards, resume_schedule, save_shards, schedule_state
+from verl_rc.checkpoint import BackgroundWriter, collect_shards, load_shards, resume_schedule, schedule_state, write_shards
 from verl_rc.config.actor import FsdpConfig, OptimConfig
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
 from verl_rc.distributed.mesh import DeviceMesh
 from verl_rc.workers.optimizer import build_optimizer, build_scheduler
-
-TORCH_DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-}
-"""Names of precisions in configurations, and torch's."""
+from verl_rc.workers.precision import torch_dtype
 
 
 @dataclass(frozen=True)
@@ -34,6 +26,8 @@ class Learning:
     optim: OptimConfig
     total_steps: int
     """Training steps of the run, which bound the learning-rate schedule."""
+    async_save: bool = False
+    """Checkpoints are written beside the training, from a copy."""
 
 
 class ShardedModel:
@@ -51,12 +45,14 @@ class ShardedModel:
         self.optimizer: AdamW | None = None
         self._scheduler: LambdaLR | None = None
         self._clip_grad = 0.0
+        self._writer: BackgroundWriter | None = None
         if learning is None:
             module.requires_grad_(False)
         else:
             self.optimizer = build_optimizer(module.parameters(), learning.optim)
             self._scheduler = build_scheduler(self.optimizer, learning.optim, learning.total_steps)
             self._clip_grad = learning.optim.clip_grad
+            self._writer = BackgroundWriter(self._device.type == "cuda") if learning.async_save else None
         self._rest()
 
     @contextmanager
@@ -81,7 +77,7 @@ class ShardedModel:
         assert self.optimizer is not None
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
         grad_norm = float(gather_full_tensor(norm))
-        if torch.isfinite(torch.tensor(grad_norm)):
+        if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
         return grad_norm
@@ -99,11 +95,20 @@ class ShardedModel:
         return rate
 
     def save(self, folder: Path) -> None:
-        """Write shards, moments and schedule below ``folder``; collective."""
+        """Write shards, moments and schedule below ``folder``; collective. With ``async_save`` they are only copied now."""
         assert self._scheduler is not None
         adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
         with self.in_use(with_optimizer=True):
-            save_shards(folder, self.module, self.optimizer, {"schedule": schedule_state(self._scheduler)}, adapters_only)
+            extra = {"schedule": schedule_state(self._scheduler)}
+            shards = collect_shards(self.module, self.optimizer, extra, adapters_only)
+            if self._writer is None:
+                write_shards(folder, shards)
+            else:
+                self._writer.start(folder, shards)
+
+    def has_saved(self, wait: bool) -> bool:
+        """Whether what was saved last is written; ``wait`` until it is. Raises ``CheckpointError`` when it cannot be."""
+        return self._writer is None or self._writer.has_ended(wait)
 
     def load(self, folder: Path) -> None:
         """Go on from ``save``, by any number of ranks; collective. Raises ``CheckpointError`` when it does not fit."""
@@ -128,10 +133,4 @@ class ShardedModel:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[name] = value.to(device, non_blocking=True)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a precision's name in the configuration."""
-    dtype: torch.dtype = getattr(torch, TORCH_DTYPES[name])
-    return dtype
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_rc.advantage import compute_advantages
+from verl_rc.config.algorithm import NEED_SEVERAL_SAMPLES
 
 
 def one_token_rows(scores: list[float]) -> tuple[Tensor, Tensor]:
@@ -122,3 +123,19 @@ def test_gdpo_normalises_parts_separately_then_whitens() -> None:
         totals.append(total)
     expected = [(total - statistics.mean(totals)) / statistics.stdev(totals) for total in totals]
     assert advantages[:, 0].tolist() == pytest.approx(expected)
+
+
+ALONE = {
+    "grpo": [1, 0, 2],
+    "rloo": [1, 0, 2],
+    "gpg": [1.5, 0, 3],  # one row of three has no score
+    "reinforce_plus_plus_baseline": [0, -1, 1],  # whitened over the batch
+    "opo": [0, 0, 0],
+    "grpo_passk": [0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_samples_alone_in_their_groups_count_by_their_scores_unless_the_configuration_refuses_that(name: str) -> None:
+    assert row_advantages(name, [1.0, 0.0, 2.0], [0, 1, 2]) == pytest.approx(ALONE[name], abs=1e-5)
+    assert (not any(ALONE[name])) == (name in NEED_SEVERAL_SAMPLES)

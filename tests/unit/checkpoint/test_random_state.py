@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from verl_rc.checkpoint.errors import CheckpointError
-from verl_rc.checkpoint.random_state import read_random_state, save_random_state, set_random_state
+from verl_rc.checkpoint.random_state import get_random_state, read_random_state, save_random_state, set_random_state
 
 
 def test_the_generator_goes_on(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    save_random_state(tmp_path / "state.pt")
+    save_random_state(get_random_state(), tmp_path / "state.pt")
     expected = torch.rand(4)
     torch.manual_seed(4)
     set_random_state(read_random_state(tmp_path / "state.pt"))

@@ -1,5 +1,6 @@
 """One process without a group and plain tensors; sharded models on two ranks are in tests/integration/test_shards.py."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim import AdamW
 
+from verl_rc.checkpoint.background import BackgroundWriter
 from verl_rc.checkpoint.errors import CheckpointError
-from verl_rc.checkpoint.shards import is_frozen, load_shards, named_tensors, save_shards
+from verl_rc.checkpoint.shard_folder import shards_problem
+from verl_rc.checkpoint.shards import collect_shards, is_frozen, load_shards, named_tensors, save_shards
 
 
 def build(seed: int, width: int = 3, layers: int = 2) -> tuple[nn.Sequential, AdamW]:
@@ -111,6 +114,22 @@ def test_a_full_disk_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match=r"writing the shards in .*OSError: No space left") as caught:
         save_shards(tmp_path / "actor", build(1)[0], None, {})
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_disk_that_takes_a_part_is_one_error(tmp_path: Path, beside: bool) -> None:
+    model, writer, limits = build(1, layers=50)[0], BackgroundWriter(pin_memory=False), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # largest file, bytes; the random state has 5,000
+    try:
+        if beside:
+            writer.start(tmp_path / "actor", collect_shards(model, None, {}))
+        with pytest.raises(CheckpointError, match=r"writing the shards in .*OSError: \[Errno 27\] File too large") as caught:
+            writer.has_ended(wait=True) if beside else save_shards(tmp_path / "actor", model, None, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(str(caught.value).splitlines()) == 1
+    assert (tmp_path / "actor" / "__0_0.distcp").stat().st_size == 20_000
+    assert shards_problem(tmp_path / "actor") is not None
 
 
 def test_names_are_of_shared_tensors_the_first_and_of_saved_buffers_too() -> None:

@@ -53,8 +53,9 @@ def test_begin_clears_what_was_left_over(tmp_path: Path) -> None:
 
 
 def test_commit_without_begin(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"begin\(4\)"):
-        CheckpointStore(tmp_path, None).commit(4)
+    for action in (CheckpointStore(tmp_path, None).commit, CheckpointStore(tmp_path, None).seal):
+        with pytest.raises(CheckpointError, match=r"begin\(4\)"):
+            action(4)
 
 
 @pytest.mark.parametrize("keep", [0, -1])
@@ -150,6 +151,60 @@ def test_a_crash_at_any_call_leaves_a_complete_checkpoint(tmp_path: Path, step: 
     assert set(outcomes[switch:]) == {"new"}
     assert switch >= 4  # three folders and files are on the disk before the name changes
     assert len(outcomes) - switch >= 5
+
+
+@pytest.mark.parametrize(
+    ("sealed", "whole", "found"), [(True, True, 2), (True, False, 1), (False, True, 1), (False, False, 1)]
+)
+def test_what_was_sealed_counts_once_it_is_whole(tmp_path: Path, sealed: bool, whole: bool, found: int) -> None:
+    """A run that died while, or after, its shards were written beside it."""
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    folder = store.begin(2)
+    assert store.begun == 2
+    (folder / "run_state").write_text("x")
+    if sealed:
+        store.seal(2)
+        store.seal(2)
+    if whole:
+        (folder / "weights").write_text("x")
+
+    def problem(folder: Path) -> str | None:
+        return None if (folder / "weights").exists() or folder.name == "global_step_1" else "no weights"
+
+    resumed = CheckpointStore(tmp_path, keep=1)
+    assert resumed.choose("auto", None, problem) == (tmp_path / f"global_step_{found}", [])
+    assert names(tmp_path) == [f"global_step_{found}", LATEST_FILE]
+    assert (tmp_path / LATEST_FILE).read_text() == f"{found}\n"
+    assert resumed.begun is None
+
+
+def test_a_new_run_does_not_take_what_an_older_one_sealed(tmp_path: Path) -> None:
+    older = CheckpointStore(tmp_path, None)
+    older.begin(2)
+    older.seal(2)
+    anew = CheckpointStore(tmp_path, None)
+    assert anew.choose("disable", None, readable) == (None, [])
+    write(anew, 1)
+    assert names(tmp_path) == ["global_step_1", LATEST_FILE]
+
+
+def test_a_seal_is_the_last_thing_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, None)
+    folder = store.begin(2)
+    for name in ("run_state.json", "data.pt"):
+        (folder / name).write_text("x")
+    synced: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        assert path.name == "global_step_2.partial" or (path.name == "commit_number") == (folder / "commit_number").exists()
+        synced.append(path.name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.seal(2)
+    assert sorted(synced[:2]) == ["data.pt", "run_state.json"]
+    assert synced[2:] == ["commit_number", "global_step_2.partial"]
 
 
 def test_a_half_deleted_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,27 @@ from verl_rc.config.reward import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 
 SOURCE = """
-import asyncio, os, signal, subprocess, sys, time
+import asyncio, enum, os, signal, subprocess, sys, time
+
+class Verdict(enum.StrEnum):
+    RIGHT = "right"
+
+def verdict(argument, folder):
+    print("x" * 100_000)
+    return {"score": float(argument), "pred": Verdict.RIGHT, "level": enum.IntEnum("Level", "HIGH").HIGH}
+
+def interrupt(argument, folder):
+    raise KeyboardInterrupt
+
+def recurse(argument, folder):
+    return recurse(argument, folder)
+
+def close_all(argument, folder):
+    os.closerange(3, 256)
+    return 1.0
+
+def beyond_floats(argument, folder):
+    return {"score": 10 ** 400}
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, folder):
     behaviour, _, argument = solution_str.partition(" ")
@@ -128,15 +148,22 @@ def test_results_belong_to_their_samples_and_columns_arrive(pool: RewardPool) ->
     assert all(extra["words"] == ["a", None] and extra["acc"] == 1.0 for extra in extras)
     assert os.getpid() not in {extra["process"] for extra in extras}
     assert results_of(pool) == []
+    [output] = results_of(pool, "verdict 1")  # values of classes that only the reward function's module has
+    assert isinstance(output, RewardOutput)
+    assert {name: type(value) for name, value in output.extras.items()} == {"pred": str, "level": int}
 
 
 @pytest.mark.parametrize(
     ("behaviour", "reason"),
     [
         ("leave 3", "the reward function did not return, its process ended with exit code 3, for row 101 "),
-        ("sys_exit 4", "its process ended with exit code 4, for row 101 "),
+        ("sys_exit 4", r"raised SystemExit: 4 \(.*mine.py:\d+, in sys_exit\) for row 101 "),
         ("crash", "its process was ended by SIGSEGV, for row 101 "),
         ("complain lost", r"raised KeyError: 'lost' \(.*mine.py:\d+, in complain\) for row 101 \(data_source 'mine'"),
+        ("interrupt", r"the reward function did not return, its process .* for row 101 "),
+        ("close_all", r"the reward function did not return, its process .* for row 101 "),
+        ("recurse", r"raised RecursionError: .* for row 101 "),
+        ("beyond_floats", r"the score of a reward function must be a finite number, got 1000.* \(int\) for row 101 "),
         ("text", r"must be a finite number, got 'good' \(str\) for row 101 "),
         ("not_a_number", r"must be a finite number, got nan \(float\) for row 101 "),
         ("nothing", r"must be a finite number, got None \(NoneType\) for row 101 "),

@@ -1,5 +1,6 @@
 """From overrides and YAML files to a configuration: forms that are accepted, and mistakes that are named."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,14 +39,14 @@ VALID = [
         ("trainer.logger=[console]", "trainer.logger", ["console"]),
         ("data.train_files=['a.parquet','b.parquet']", "data.train_files", ["a.parquet", "b.parquet"]),
         ("data.train_files=\"['a.parquet','b.parquet']\"", "data.train_files", ["a.parquet", "b.parquet"]),
-        ("data.train_files=['~/a.parquet', '~/b.parquet']", "data.train_files", ["~/a.parquet", "~/b.parquet"]),
+        ("data.train_files=['~/a.parquet', 'b.parquet']", "data.train_files", [f"{Path.home()}/a.parquet", "b.parquet"]),
         ("trainer.logger='[\"console\",\"wandb\"]'", "trainer.logger", ["console", "wandb"]),
         ("trainer.logger=console", "trainer.logger", ["console"]),
         ("trainer.project_name='a b, c'", "trainer.project_name", "a b, c"),
         ("data.truncation='left'", "data.truncation", "left"),
         ("trainer.val_before_train=false", "trainer.val_before_train", False),
         ("+data.apply_chat_template_kwargs.enable_thinking=False", "data.apply_chat_template_kwargs", {"enable_thinking": False}),
-        ("data.train_files=~/data/a.parquet", "data.train_files", ["~/data/a.parquet"]),
+        ("data.train_files=~/data/a.parquet", "data.train_files", [str(Path.home() / "data" / "a.parquet")]),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=32", "actor_rollout_ref.rollout.engine_kwargs.vllm", {"x": 32}),
         ("reward.custom_reward_function.reward_kwargs={scale: 2}", "reward.custom_reward_function.reward_kwargs", {"scale": 2}),
         ("data.val_batch_size=${data.train_batch_size}", "data.val_batch_size", 32),
@@ -89,7 +90,8 @@ MISTAKES = [
     ("data.truncation=top", "data.truncation must be 'error', 'left', 'right' or 'middle'"),
     ("data.train_files=null", "data.train_files"),
     ("data.train_batch_size=30", "data.train_batch_size must be a multiple of actor_rollout_ref.actor.ppo_mini_batch_size"),
-    ("actor_rollout_ref.rollout.n=1", "needs actor_rollout_ref.rollout.n >= 2, got 1"),
+    ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=opo", "needs actor_rollout_ref.rollout.n >= 2, got 1"),
+    ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=rloo_vectorized", "every advantage would be 0"),
     ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature"),
     ("actor_rollout_ref.rollout.top_p=0.9", "training rollouts must sample from the whole distribution"),
     ("actor_rollout_ref.rollout.top_k=50", "training rollouts must sample from the whole distribution"),
@@ -146,7 +148,7 @@ MISTAKES = [
         "needs an estimator that compares samples",
     ),
     ("algorithm.gamma=1.5", "algorithm.gamma"),
-    ("algorithm.filter_groups.max_inflight_gen_batches=3", "write algorithm.filter_groups.max_num_gen_batches"),
+    ("algorithm.filter_groups.max_inflight_gen_batches=3", "write max_num_gen_batches"),
     ("data.gen_batch_size=8", "has no effect without algorithm.filter_groups.enable=True"),
     (
         "algorithm.filter_groups.enable=True actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=remax",
@@ -158,7 +160,12 @@ MISTAKES = [
     ),
     (
         "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_final_reward algorithm.use_kl_in_reward=True",
-        "pass metric=seq_reward",
+        "pass metric=reward",
+    ),
+    (
+        "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc reward.reward_model.enable=True "
+        "reward.reward_model.model_path=org/judge",
+        "gives only its score; pass metric=reward",
     ),
     ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", "overlong_buffer_cfg.len must be given"),
     (
@@ -193,7 +200,7 @@ def test_mistakes_are_named(override: str, message: str) -> None:
 
 @pytest.mark.parametrize("missing", ["data.train_files", "data.val_files", "actor_rollout_ref.model.path"])
 def test_what_must_be_given_is_named(missing: str) -> None:
-    with pytest.raises(ConfigError, match="must be given"):
+    with pytest.raises(ConfigError, match=re.escape(f"{missing} must be given: write {missing}=<value>.")):
         load_run_config([override for override in VALID if not override.startswith(missing)])
 
 

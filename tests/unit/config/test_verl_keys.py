@@ -93,7 +93,8 @@ def test_the_switch_of_a_section_may_be_a_key_of_this_schema() -> None:
         ("actor_rollout_ref.rollout.nnodes", 2, 2),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend", "naive", "auto"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl", "broadcast"),
-        ("algorithm.filter_groups.metric", "reward", "score"),
+        ("algorithm.filter_groups.metric", "reward", "reward"),
+        ("algorithm.filter_groups.max_num_gen_batches", -1, 0),
         ("data.shuffle", False, False),
     ],
 )

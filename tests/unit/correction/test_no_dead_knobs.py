@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from batches_of_ones import ones_rollouts
+from planned_runs import corrected
 from pydantic import ValidationError
 from small_models import small_run_config
 
@@ -15,9 +17,8 @@ from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import NonFiniteLogProbError, measure, require_finite
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenBatch, TokenScores, TrainBatch, positions_mask
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
 from verl_rc.losses import Aggregation
-from verl_rc.ppo.bypass import correct_current, kept_counts, measure_current
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.objective import policy_objective
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard, TooManySkippedUpdatesError
@@ -126,24 +127,8 @@ def make_batch(*, broken: bool) -> Batch:
     rollout = torch.where(mask, rollout, 0.0)
     if broken:
         rollout[6::20, 0], rollout[11::25, 0] = -torch.inf, torch.nan
-    tokens = TokenBatch(
-        prompts=torch.ones(ROWS, 1, dtype=torch.int64),
-        prompt_lengths=torch.ones(ROWS, dtype=torch.int64),
-        responses=torch.ones(ROWS, WIDTH, dtype=torch.int64),
-        response_lengths=lengths,
-        batch_size=[ROWS],
-    )
-    rollouts = RolloutBatch(
-        tokens=tokens,
-        response_mask=mask,
-        rollout_log_probs=rollout,
-        policy_versions=torch.zeros(ROWS, WIDTH, dtype=torch.int64),
-        group_ids=torch.arange(ROWS) // GROUP,
-        finished=torch.ones(ROWS, dtype=torch.bool),
-        batch_size=[ROWS],
-    )
     evaluations = PolicyEvaluations(old_log_probs=proximal, entropys=torch.zeros(ROWS, WIDTH), batch_size=[ROWS])
-    return rollouts, evaluations, torch.randn(ROWS, generator=generator)
+    return ones_rollouts(rollout, lengths, GROUP), evaluations, torch.randn(ROWS, generator=generator)
 
 
 FINITE, BROKEN = make_batch(broken=False), make_batch(broken=True)
@@ -168,30 +153,16 @@ def train_on(
         batch = build_train_batch(rollouts, scores, evaluations, algorithm, Control.of(algorithm)).batch
         noise = torch.randn(proximal.shape, generator=torch.Generator().manual_seed(5))
         log_probs = proximal + (0.0 if config.bypass_mode else 0.1) * noise
-        batch, totals = corrected(batch, log_probs, config)
+        batch, counts = corrected(batch, log_probs, config)
     except NonFiniteLogProbError as error:
         return (type(error).__name__.encode(),)
     log_probs.requires_grad_()
+    totals = Aggregation("token-mean", num_tokens=counts.num_tokens, num_sequences=counts.num_sequences)
     loss = policy_objective(TokenScores(log_probs, None), batch, ACTOR, config, totals).loss
     loss.backward()
     assert log_probs.grad is not None
     assert torch.isfinite(log_probs.grad).all()
     return tuple(tensor.detach().numpy().tobytes() for tensor in (loss, log_probs.grad))
-
-
-def corrected(batch: TrainBatch, log_probs: torch.Tensor, config: RolloutCorrectionConfig) -> tuple[TrainBatch, Aggregation]:
-    """The batch a loss is computed on and what it is divided by, in either mode."""
-    counted = batch.loss_mask if config.rejection_denominator == "kept" else batch.response_mask
-    num_tokens, num_rows = int(counted.sum()), int(counted.any(dim=-1).sum())
-    if config.bypass_mode:
-        statistics = measure_current(batch, log_probs, config, policy_version=0)
-        if config.nonfinite_logprob == "raise":
-            require_finite(statistics.metrics(config), config)
-        batch = correct_current(batch, log_probs, config, statistics)
-        if config.rejection_denominator == "kept":
-            counts = kept_counts(statistics)
-            num_tokens, num_rows = counts.num_tokens, counts.num_sequences
-    return batch, Aggregation("token-mean", num_tokens=num_tokens, num_sequences=num_rows)
 
 
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor

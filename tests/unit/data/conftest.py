@@ -1,6 +1,5 @@
 """A small byte-level tokenizer and data files for the tests of this folder."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,18 +7,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+from make_tiny_model import build_tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny model's tokenizer: one token per byte, "=" after the question."""
-    specification = importlib.util.spec_from_file_location("make_tiny_model", SCRIPTS / "make_tiny_model.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
     folder = tmp_path_factory.mktemp("tokenizer")
-    module.build_tokenizer(1024).save_pretrained(folder)
+    build_tokenizer(1024).save_pretrained(folder)
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
     return folder
 

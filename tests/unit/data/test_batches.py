@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from verl_rc.data.batches import TokenBatch, left_padded, positions_mask
+from verl_rc.data.batches import TokenBatch, left_padded, positions_mask, unpadded
 
 
 def make_tokens(**changes: torch.Tensor) -> TokenBatch:
@@ -33,6 +33,11 @@ def test_rows_can_be_picked_and_pickled() -> None:
 def test_wrong_dtype_or_shape_names_the_field(change: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ValueError, match=rf"TokenBatch\.{next(iter(change))} must be torch\.int64"):
         make_tokens(**change)
+
+
+def test_padding_falls_off() -> None:
+    tokens = make_tokens()
+    assert unpadded(tokens.responses, tokens.response_lengths) == [[1, 2], [3]]
 
 
 def test_positions_mask_and_left_padding() -> None:

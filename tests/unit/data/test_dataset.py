@@ -53,7 +53,7 @@ def test_prompt_key_names_the_column(write_parquet, record, tokenizer):
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "345="), ("right", "1234"), ("middle", "125=")])
 def test_truncation(truncation, kept, write_parquet, record, tokenizer):
-    """"12345=" has 6 tokens; 4 are kept."""
+    """ "12345=" has 6 tokens; 4 are kept."""
     options = PromptOptions(max_prompt_length=4, truncation=truncation)
     row = PromptDataset([write_parquet([record("12345")])], tokenizer, options, RowChoice())[0]
     assert tokenizer.decode(row.prompt_token_ids) == kept
@@ -96,9 +96,9 @@ def test_row_choice():
     ("change", "message"),
     [
         ({"prompt": "407="}, "must hold a list of chat messages.*row 0 of"),
-        ({"reward_model": None}, "a row must have a data_source and a reward_model.*None in row 0"),
+        ({"reward_model": None}, "column 'reward_model' must hold a value in every row, but row 0"),
         ({"reward_model": {"style": "rule"}}, "ground_truth.*row 0"),
-        ({"data_source": None}, "a row must have a data_source"),
+        ({"data_source": None}, "column 'data_source' must hold a value in every row, but row 0"),
     ],
 )
 def test_malformed_rows_are_refused_at_start(change, message, write_parquet, record, tokenizer):
@@ -224,3 +224,35 @@ def test_data_sources_are_found_in_all_chosen_rows_of_all_files(write_parquet, r
     assert dataset.data_sources() == {"a": f"row 0 of {first}", "b": f"row 1 of {first}", "c": f"row 1 of {second}"}
     fewer = PromptDataset([first, second], tokenizer, PromptOptions(5, filter_overlong=True), RowChoice())
     assert fewer.data_sources().keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": [{"role": "user", "content": None}]}, "must hold a list of chat messages"),
+        ({"data_source": None}, "column 'data_source' must hold a value in every row, but row 9 of"),
+        ({"reward_model": None}, "column 'reward_model' must hold a value in every row, but row 9 of"),
+    ],
+)
+def test_a_malformed_row_is_named_before_the_first_step(changes, message, write_parquet, record, tokenizer):
+    path = write_parquet([*(record(str(row)) for row in range(9)), record("9", **changes)])
+    with pytest.raises(ValueError, match=message):
+        build_train_loader(config(path), tokenizer, seed=0)
+
+
+def test_extra_info_is_a_mapping_or_nothing(write_parquet, record, tokenizer):
+    path = write_parquet([record("1", extra_info="text")])
+    with pytest.raises(ValueError, match=r"column 'extra_info' must hold a mapping .* got 'text' in row 0 of"):
+        PromptDataset([path], tokenizer, OPTIONS, RowChoice())
+
+
+def test_a_template_that_cannot_render_a_row_names_it(write_parquet, record, tokenizer):
+    class Refusing:
+        def apply_chat_template(self, *_, **__):
+            raise RuntimeError("roles must alternate")
+
+    path = write_parquet([record("1")])
+    with pytest.raises(
+        ValueError, match=r"row 0 of .*: the chat template must render .* but raised RuntimeError: roles must altern"
+    ):
+        PromptDataset([path], Refusing(), OPTIONS, RowChoice())

@@ -63,3 +63,67 @@ def test_what_is_no_list_of_messages_is_refused(bad):
 def test_a_column_is_read_row_by_row(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"a": 1, "b": "x"}\n{"a": 2, "b": null}\n')
     assert RecordFile(str(tmp_path / "rows.jsonl"), ["a", "b"]).column("b") == ["x", None]
+
+
+def test_columns_that_the_first_record_lacks_are_kept(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": "b", "extra": {"x": 1}}\n')
+    file = RecordFile(str(tmp_path / "rows.jsonl"), ["prompt"], ["extra"])
+    assert [file[0], file[1]] == [{"prompt": "a", "extra": None}, {"prompt": "b", "extra": {"x": 1}}]
+
+
+def test_a_text_may_hold_unicodes_own_line_ends(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
+    assert RecordFile(str(tmp_path / "rows.jsonl"), ["prompt"])[0] == {"prompt": "a\u2028b\x85c"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"could not be read: line 2 is no JSON"),
+        ("rows.jsonl", '{"prompt": "a"}\n"b"\n', r"line 2 is no record but 'b'"),
+        ("rows.jsonl", '{"prompt": 1}\n{"prompt": "a"}\n', r"column 'prompt' must hold values of one type"),
+        ("rows.jsonl", '{"prompt": 1' + "0" * 30 + "}\n", r"column 'prompt' must hold values of one type"),
+        ("rows.json", '{"prompt": "a"}', r"it holds no list but dict"),
+        ("rows.json", "[" * 100_000, r"the file is no JSON: maximum recursion depth"),
+    ],
+)
+def test_a_broken_record_is_named(name, content, message, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        RecordFile(str(tmp_path / name), ["prompt"])
+
+
+def test_damaged_parquet_is_named(write_parquet):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = write_parquet(ROWS)
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("prompt", table.column("prompt")), path)
+    with pytest.raises(ValueError, match=r"data.parquet could not be read: Multiple matches for FieldRef.Name\(prompt\)"):
+        RecordFile(path, ["prompt"])
+    pq.write_table(pa.table({"prompt": pa.array([b"fine", b"\xff"]).view(pa.string())}), path)
+    with pytest.raises(ValueError, match=r"columns of .*data.parquet must be readable, but are not: .*UTF8"):
+        RecordFile(path, ["prompt"])
+
+
+def messages(content):
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize("bad", [None, [], messages(None), [*messages("x"), None], [{"role": None, "content": "x"}]])
+@pytest.mark.parametrize("rows_per_chunk", [2, 100])
+def test_the_first_row_without_messages_is_named_wherever_it_stands(bad, rows_per_chunk, write_parquet):
+    import pyarrow.parquet as pq
+
+    path = write_parquet([{"prompt": messages(str(row))} for row in range(7)] + [{"prompt": bad}, {"prompt": []}])
+    pq.write_table(pq.read_table(path), path, row_group_size=rows_per_chunk)
+    file = RecordFile(path, ["prompt"])
+    with pytest.raises(ValueError, match=r"column 'prompt' must hold a list of chat messages .* in row 7 of "):
+        file.check_messages("prompt")
+
+
+def test_a_null_where_a_value_must_be_is_named(write_parquet):
+    file = RecordFile(write_parquet([{"a": "x"}, {"a": None}, {"a": None}]), ["a"])
+    with pytest.raises(ValueError, match=r"column 'a' must hold a value in every row, but row 1 of .* has none"):
+        file.check_given("a")

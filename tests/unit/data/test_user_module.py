@@ -24,3 +24,9 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path, name: str, text: str | N
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         load_user_module(str(tmp_path / name), "a.path")
+
+
+def test_a_module_that_leaves_when_it_is_imported_is_named(tmp_path):
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(ValueError, match=r"data.custom_cls.path must be a file that can be imported; .* raised SystemExit\(0\)"):
+        load_user_module(str(tmp_path / "leaves.py"), "data.custom_cls.path")

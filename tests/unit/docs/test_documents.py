@@ -33,7 +33,7 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 _ANCHOR = re.compile(r"\]\(([\w./-]*)#([\w-]+)\)")
 _PLACEHOLDERS = re.compile(r"^(?:KEY=VALUE|key=value|OVERRIDE|NAME|JOB|…|\.\.\.|\[override|\.\.\.\])$")
 _FREE = ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "ray_kwargs.ray_init.runtime_env.", "data.apply_chat_template_kwargs.")
-_OTHER_PROGRAMS = {"source", "docker", "sudo", "wandb", "uv", "ray", "cd", "export", "hf"}
+_OTHER_PROGRAMS = {"source", "docker", "sudo", "wandb", "uv", "ray", "cd", "export", "hf", "grep"}
 
 _KNOWN = set(known_keys(RunConfig)) | {"algorithm.rollout_correction.preset"}
 _KNOWN_SFT = set(known_keys(SftConfig))
@@ -136,7 +136,10 @@ def _mistake_in_subcommand(arguments):
     except SystemExit as end:
         return "verl-rc would refuse these arguments" if end.code else None
     if given.subcommand in ("explain", "doctor"):
-        return _mistake_in_overrides(given.arguments, _KNOWN)
+        recipe, *overrides = given.arguments
+        if not recipe.endswith(".sh"):
+            return _mistake_in_overrides(given.arguments, _KNOWN)
+        return _mistake_in_script(given.arguments) if recipe.startswith("recipes/") else _mistake_in_overrides(overrides, _KNOWN)
     return None
 
 
@@ -247,6 +250,9 @@ def test_a_preset_that_does_not_exist_is_found():
         ("verl-rc export", None),
         ("verl-rc export runs/1/global_step_20", "would refuse"),
         ("verl-rc explain trainer.ghost=1", "no override"),
+        ("verl-rc explain recipes/quickstart_digits_cpu.sh trainer.seed=2", None),
+        ("verl-rc explain recipes/quickstart_digits_cpu.sh trainer.ghost=1", "not a known key"),
+        ("verl-rc doctor recipes/" + "ghost.sh", "does not exist"),
         ("ghost --help", "begins with ghost"),
         ("bash 'recipes", "does not parse"),
     ],

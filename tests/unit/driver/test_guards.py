@@ -17,6 +17,7 @@ from verl_rc.driver.run import Run
 from verl_rc.driver.sample import SampledBatch
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.reward_watch import RewardWatch
+from verl_rc.ppo.train_batch import ScoredStep
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 
@@ -68,7 +69,9 @@ def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | No
     parts = SimpleNamespace(
         rollouts=SimpleNamespace(fingerprints=numbers), scored=SimpleNamespace(scores=torch.tensor(list(scores)))
     )
-    return guards.may_train(cast(Run, run), cast(SampledBatch, parts), batch, record, step=3), record
+    record.ledger.sampled(int(sampled.response_mask.sum()))
+    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, correction=None))
+    return guards.may_train(cast(Run, run), cast(SampledBatch, parts), scored_step, record, step=3), record
 
 
 def test_a_healthy_step_trains() -> None:
@@ -99,7 +102,7 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
     assert record.value(f"alerts/{cause}") == 1
     assert record.value("alerts/withheld_updates") == (not trains)
     assert [step for _, step in run.tracker.alerts] == [3]
-    assert run.stop.came is stops
+    assert run.stop.settle() is stops
     if stops:
         with pytest.raises(StoppedByAlertError, match="at step 3"):
             run.stop.obey()

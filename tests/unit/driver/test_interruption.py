@@ -25,6 +25,7 @@ def test_a_run_that_asks_to_end_does_so_after_its_step_whatever_the_scheduler_as
     with request.listening():
         request.ask("the reward has collapsed")
         os.kill(os.getpid(), signal.SIGTERM)
+    assert request.settle()
     with pytest.raises(StoppedByAlertError, match="the reward has collapsed"):
         request.obey()
 
@@ -32,6 +33,8 @@ def test_a_run_that_asks_to_end_does_so_after_its_step_whatever_the_scheduler_as
 def test_a_scheduler_gets_its_exit_code() -> None:
     request = StopRequest()
     request.came = True
+    request.obey()  # too late for this step
+    assert request.settle()
     with pytest.raises(SystemExit) as raised:
         request.obey()
     assert raised.value.code == 143

@@ -154,6 +154,16 @@ def test_another_metric_filters_other_prompts() -> None:
     assert metrics["training/filter_groups/informative_ratio"] == 1
 
 
+@pytest.mark.parametrize(
+    ("metric", "informative"), [("score", [1, 3]), ("acc", [1, 3]), ("reward", [0, 1]), ("seq_reward", [0, 1])]
+)
+def test_a_score_is_filtered_before_the_overlong_penalty_and_a_reward_after_it(metric: str, informative: list[int]) -> None:
+    section = "reward.reward_kwargs.overlong_buffer_cfg"  # a penalty of 0.5 for every second sample
+    penalty = (f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3")
+    batch, _ = sample(make_run(FILTER, *penalty, f"algorithm.filter_groups.metric={metric}"))
+    assert [row.row_index for row in batch.prompts] == informative
+
+
 def test_too_few_informative_prompts_end_the_run_with_advice() -> None:
     run = make_run(FILTER, "algorithm.filter_groups.metric=constant", "algorithm.filter_groups.max_num_gen_batches=3")
     with pytest.raises(ValueError, match=r"max_num_gen_batches=3 batches of 2 prompts gave 0\. .*raise the limit"):

@@ -1,10 +1,10 @@
 """The warm start: its loss and accuracy against plain loops, its invariances, its early stop and what it saves."""
 
-import importlib.util
 import io
 import random
 from pathlib import Path
 
+import make_tiny_model
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,17 +16,13 @@ from verl_rc.config.sft import SftConfig
 from verl_rc.data.worked_examples import WorkedExample
 from verl_rc.driver.sft import answer_logits, load_sft, train_sft, train_step, validate
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "make_tiny_model.py"
 SMALL = ["--num_layers", "2", "--hidden_size", "32", "--num_heads", "2", "--num_kv_heads", "1", "--intermediate_size", "64"]
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory) -> Path:
-    specification = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    script.main(["--output_dir", str(folder), "--seed", "3", *SMALL])
+    make_tiny_model.main(["--output_dir", str(folder), "--seed", "3", *SMALL])
     return folder
 
 

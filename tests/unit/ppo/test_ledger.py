@@ -3,9 +3,10 @@
 import math
 
 import pytest
+import torch
 
 from verl_rc.metrics.catalog import accounting
-from verl_rc.ppo.ledger import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS, Ledger, LedgerError, fates_in_update
+from verl_rc.ppo.ledger import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS, Ledger, LedgerError, fates_in_update, require_sampled_loss
 
 
 def balanced() -> Ledger:
@@ -73,3 +74,25 @@ def test_later_epochs_book_nothing() -> None:
 def test_counts_that_do_not_belong_together(planned: list[int], kept: list[int], norms: list[float]) -> None:
     with pytest.raises(LedgerError, match="1 epochs of 2 mini-batches"):
         fates_in_update(planned, kept, norms, epochs=1)
+
+
+def test_a_batch_must_hold_every_token_without_an_account() -> None:
+    ledger = Ledger()
+    ledger.sampled(tokens=60)
+    ledger.book({"filtered": 20})
+    ledger.require_in_batch(40)
+    for wrong in (39, 41, 60):
+        with pytest.raises(LedgerError, match=rf"must hold the 40 sampled tokens .* it holds {wrong}\."):
+            ledger.require_in_batch(wrong)
+
+
+def test_the_loss_looks_at_the_kept_tokens_and_at_no_others() -> None:
+    responses = torch.tensor([[True, True, True], [True, True, False]])
+    kept = torch.tensor([[True, False, True], [True, True, True]])
+    require_sampled_loss(responses, responses, None)
+    require_sampled_loss(torch.tensor([[True, False, True], [True, True, False]]), responses, kept)
+    shifted = torch.tensor([[True, False, True], [False, True, True]])
+    with pytest.raises(LedgerError, match=r"differs in 1 of 2 rows; the first are \[1\]"):
+        require_sampled_loss(shifted, responses, kept)
+    with pytest.raises(LedgerError, match=r"differs in 1 of 2 rows; the first are \[0\]"):
+        require_sampled_loss(responses, responses, kept)

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from batches_of_ones import ones_rollouts
 
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenBatch, positions_mask
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, positions_mask
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.train_batch import ScoreDetails, ScoredStep, build_train_batch, critic_batch, outcome_rewards
 
@@ -18,25 +19,10 @@ SCORES = torch.tensor([1.0, 0.0, 1.0, 1.0])
 def make_rollouts(log_ratio_of_last_token: float = 0.0) -> tuple[RolloutBatch, PolicyEvaluations]:
     """Two groups of two rows; the last token of row 0 has the given log-ratio, all others agree."""
     mask = positions_mask(LENGTHS, 3)
-    tokens = TokenBatch(
-        prompts=torch.ones(4, 1, dtype=torch.int64),
-        prompt_lengths=torch.ones(4, dtype=torch.int64),
-        responses=torch.ones(4, 3, dtype=torch.int64),
-        response_lengths=LENGTHS,
-        batch_size=[4],
-    )
     rollout = torch.where(mask, -1.0, 0.0)
     proximal = rollout.clone()
     proximal[0, 2] += log_ratio_of_last_token
-    rollouts = RolloutBatch(
-        tokens=tokens,
-        response_mask=mask,
-        rollout_log_probs=rollout,
-        policy_versions=torch.zeros(4, 3, dtype=torch.int64),
-        group_ids=torch.tensor([0, 0, 1, 1]),
-        finished=torch.ones(4, dtype=torch.bool),
-        batch_size=[4],
-    )
+    rollouts = ones_rollouts(rollout, LENGTHS, group=2)
     return rollouts, PolicyEvaluations(old_log_probs=proximal, entropys=torch.zeros(4, 3), batch_size=[4])
 
 

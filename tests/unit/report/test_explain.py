@@ -135,4 +135,4 @@ def test_contradictions_are_errors(arguments: list[str], said: str, capsys: pyte
 @pytest.mark.parametrize("subcommand", ["explain", "doctor"])
 def test_usage(subcommand: str, arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([subcommand, *arguments]) == status
-    assert f"usage: verl-rc {subcommand} KEY=VALUE" in capsys.readouterr().out
+    assert f"usage: verl-rc {subcommand} [RECIPE.sh] KEY=VALUE" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from verl_rc.report import preflight_machine as machine
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import ModelShape, model_paths
 
-SHAPE = ModelShape(1_000_000_000, 200_000_000, 500_000, 10, 2000, 100_000, 4096, 512)
+SHAPE = ModelShape(1_000_000_000, 200_000_000, 500_000, 10, 2000, 100_000, 4096)
 
 
 def statuses(findings: Iterable[Finding]) -> dict[str, str]:

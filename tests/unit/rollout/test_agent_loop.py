@@ -1,12 +1,11 @@
 """Conversations with tools on scripted engines: which tokens are asked with, kept, masked and counted, and where they end."""
 
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from make_tiny_model import CHAT_TEMPLATE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,16 +22,12 @@ WIDTH = 200
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """The tiny model's, with one merge: the text "12" is one token when it is tokenised, and may be two when it is sampled."""
-    path = Path(__file__).parents[3] / "scripts" / "make_tiny_model.py"
-    specification = importlib.util.spec_from_file_location("make_tiny_model", path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12"]
     bpe = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[("1", "2")]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=module.CHAT_TEMPLATE
+        tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
 
 

@@ -6,9 +6,7 @@ from verl_rc.rollout.sampling import request_seed
 
 
 def test_every_entry_matters_and_order_does_not() -> None:
-    seeds = {
-        request_seed({"seed": a, "step": b, "row": c, "sample": d}) for a, b, c, d in product(range(4), repeat=4)
-    }
+    seeds = {request_seed({"seed": a, "step": b, "row": c, "sample": d}) for a, b, c, d in product(range(4), repeat=4)}
     assert len(seeds) == 4**4
     assert request_seed({"seed": 1, "row": 2}) == request_seed({"row": 2, "seed": 1})
 

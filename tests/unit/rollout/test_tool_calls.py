@@ -3,10 +3,11 @@
 import pytest
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.rewards.tools import CALCULATOR, Tool
+from verl_rc.rewards.tools import CALCULATOR, Tool, ToolCaller
 from verl_rc.rollout.tool_calls import MalformedCall, ToolCall, answer, choose_parser, parse_hermes, shortened, tag_parser
 
 TOOLS = {"calculator": CALCULATOR}
+CALLER = ToolCaller(5)
 
 
 def test_hermes_calls_in_order() -> None:
@@ -22,7 +23,7 @@ def test_hermes_calls_in_order() -> None:
 def test_a_malformed_call_is_answered(body: str) -> None:
     (call,) = parse_hermes(f"<tool_call>{body}</tool_call>")
     assert isinstance(call, MalformedCall)
-    assert answer(call, TOOLS).startswith("error: a tool call must be")
+    assert answer(call, TOOLS, CALLER).startswith("error: a tool call must be")
 
 
 def test_tags_hold_the_one_argument() -> None:
@@ -35,8 +36,8 @@ def test_tags_hold_the_one_argument() -> None:
 
 
 def test_answers() -> None:
-    assert answer(ToolCall("calculator", {"expression": "6*7"}), TOOLS) == "42"
-    assert answer(ToolCall("calculater", {}), TOOLS) == 'error: the tools are ["calculator"]'
+    assert answer(ToolCall("calculator", {"expression": "6*7"}), TOOLS, CALLER) == "42"
+    assert answer(ToolCall("calculater", {}), TOOLS, CALLER) == 'error: the tools are ["calculator"]'
 
 
 def test_the_format_chooses_the_parser_and_must_fit_the_tools() -> None:

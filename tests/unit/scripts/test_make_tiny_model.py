@@ -1,9 +1,9 @@
 """The tiny model: a folder that every loader reads alike."""
 
-import importlib.util
 import json
 from pathlib import Path
 
+import make_tiny_model
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,22 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from verl_rc.data.tokenize import load_tokenizer
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "make_tiny_model.py"
 SMALL = ["--num_layers", "1", "--hidden_size", "16", "--num_heads", "2", "--num_kv_heads", "1", "--intermediate_size", "32"]
 
 
 @pytest.fixture(scope="module")
-def script():
-    specification = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def folder(script, tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
-    script.main(["--output_dir", str(path), "--seed", "3", *SMALL])
+    make_tiny_model.main(["--output_dir", str(path), "--seed", "3", *SMALL])
     return path
 
 
@@ -67,9 +58,9 @@ def test_chat_template(tokenizers):
         assert prompt == "4071835926="
 
 
-def test_equal_seeds_give_equal_weights(script, folder, tmp_path):
-    script.main(["--output_dir", str(tmp_path / "same"), "--seed", "3", *SMALL])
-    script.main(["--output_dir", str(tmp_path / "other"), "--seed", "4", *SMALL])
+def test_equal_seeds_give_equal_weights(folder, tmp_path):
+    make_tiny_model.main(["--output_dir", str(tmp_path / "same"), "--seed", "3", *SMALL])
+    make_tiny_model.main(["--output_dir", str(tmp_path / "other"), "--seed", "4", *SMALL])
     one, same, other = [
         AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, tmp_path / "same", tmp_path / "other")
     ]
@@ -77,14 +68,14 @@ def test_equal_seeds_give_equal_weights(script, folder, tmp_path):
     assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_tied_embeddings(script, tmp_path):
-    script.main(["--output_dir", str(tmp_path), "--tie_word_embeddings", *SMALL])
+def test_tied_embeddings(tmp_path):
+    make_tiny_model.main(["--output_dir", str(tmp_path), "--tie_word_embeddings", *SMALL])
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_heads_that_do_not_divide_are_refused(script, tmp_path, capsys):
+def test_heads_that_do_not_divide_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as raised:
-        script.main(["--output_dir", str(tmp_path), "--hidden_size", "10", "--num_heads", "4"])
+        make_tiny_model.main(["--output_dir", str(tmp_path), "--hidden_size", "10", "--num_heads", "4"])
     assert raised.value.code == 2
     assert "--num_heads must divide --hidden_size" in capsys.readouterr().err

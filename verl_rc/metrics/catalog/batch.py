@@ -1,37 +1,20 @@
-"""What was sampled: lengths, turns, ages, and how the step's batch was put together."""
+"""What was sampled: lengths, turns, and how the step's batch was put together."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 _LENGTHS = (
     *spread("response_length", "tokens", "sequences of the response's length", "ppo"),
     MetricSpec("response_length/clip_ratio", "1", "share of responses that reached data.max_response_length", (0, 0.1), "ppo"),
-    *spread(
-        "response_length_non_aborted",
-        "tokens",
-        "sequences with at least one response token, of the response's length",
-        "ppo",
-    ),
     MetricSpec("response_length/overlong_ratio", "1", "share of responses that the overlong penalty touches", (0, 0.3), "driver"),
-    MetricSpec("response_length_non_aborted/clip_ratio", "1", "the same share among non-empty responses", (0, 0.1), "ppo"),
-    MetricSpec("response/aborted_ratio", "1", "share of responses without a token", (0, 0), "ppo"),
     *spread("prompt_length", "tokens", "sequences of the prompt's length", "ppo"),
     MetricSpec("prompt_length/clip_ratio", "1", "share of prompts that reached data.max_prompt_length", (0, 0.1), "ppo"),
     *spread("num_turns", "1", "sequences of the number of turns", "ppo"),
     *spread("tool_call_counts", "1", "sequences of the number of tool calls", "ppo"),
     *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
-    MetricSpec(
-        "global_seqlen/minmax_diff",
-        "tokens",
-        "largest minus smallest token total of a rank before balancing",
-        emitted_by="cluster",
-    ),
-    MetricSpec("global_seqlen/balanced_min", "tokens", "smallest token total of a rank after balancing", emitted_by="cluster"),
-    MetricSpec("global_seqlen/balanced_max", "tokens", "largest token total of a rank after balancing", emitted_by="cluster"),
 )
 _TRAINING = (
     MetricSpec("training/global_step", "1", "number of the step, from 1", emitted_by="driver"),
     MetricSpec("training/epoch", "1", "passes over the training data completed, from 0", emitted_by="driver"),
-    *spread("training/num_turns", "1", "sequences of the number of turns", "ppo"),
     MetricSpec("training/rollout_probs_diff_valid", "1", "1 if there was a response token to compare, else 0", (1, 1), "ppo"),
     MetricSpec(
         "training/rollout_probs_diff_mean",
@@ -49,25 +32,6 @@ _TRAINING = (
         (0.99, 1),
         "ppo",
     ),
-    *spread(
-        "training/off_policy/trajectory_spans",
-        "1",
-        "sequences of the number of weight versions that sampled one",
-        "ppo",
-    ),
-    *spread(
-        "training/off_policy/trajectory_staleness",
-        "versions",
-        "sequences of trainer version minus mean token version",
-        "ppo",
-    ),
-    *spread(
-        "training/off_policy/trajectory_staleness_worst",
-        "versions",
-        "sequences of trainer version minus oldest token version",
-        "ppo",
-    ),
-    MetricSpec("training/off_policy/evicted_samples", "1", "samples dropped for being too old", emitted_by="driver"),
     MetricSpec(
         "training/filter_groups/evicted_samples",
         "1",
@@ -93,9 +57,6 @@ _TRAINING = (
         "mean score over all samples of the step, before the filter",
         emitted_by="driver",
     ),
-    MetricSpec("training/rollout_failure/evicted_samples", "1", "samples dropped because sampling failed", (0, 0), "driver"),
-    MetricSpec("rollout/spec_accept_rate", "1", "accepted / proposed tokens of speculative decoding", emitted_by="rollout"),
-    MetricSpec("rollout/spec_accept_length", "tokens", "mean accepted tokens per verification", emitted_by="rollout"),
 )
 
 SPECS = (*_LENGTHS, *_TRAINING)

@@ -1,4 +1,4 @@
-"""What is learned: losses and gradients of actor, critic and supervised fine-tuning; scores, advantages, returns."""
+"""What is learned: losses and gradients of actor and critic; scores, advantages, returns."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
@@ -32,9 +32,6 @@ _ACTOR = (
     MetricSpec("actor/lr", "1", "learning rate of the step's last update"),
     MetricSpec("actor/reward_kl_penalty", "nats", "mean over sequences of the masked mean KL subtracted from the reward"),
     MetricSpec("actor/reward_kl_penalty_coeff", "1", "its coefficient, from algorithm.kl_ctrl"),
-    MetricSpec("actor/perf/max_memory_allocated_gb", "GiB", "= perf/max_memory_allocated_gb of the actor's ranks"),
-    MetricSpec("actor/perf/max_memory_reserved_gb", "GiB", "= perf/max_memory_reserved_gb of the actor's ranks"),
-    MetricSpec("actor/perf/cpu_memory_used_gb", "GiB", "= perf/cpu_memory_used_gb of the actor's ranks"),
 )
 _CRITIC = (
     MetricSpec("critic/vf_loss", "1", "half the squared error of the values, clipped to old value ± cliprange_value"),
@@ -69,28 +66,10 @@ _BATCH = (
     *spread("critic/returns", "reward", "response tokens of the return", "ppo"),
     *spread("critic/values", "reward", "response tokens of the critic's value", "ppo"),
     MetricSpec("gdpo/{key}/{statistic}", "reward", "statistic over sequences of one reward component of gdpo", emitted_by="ppo"),
-    MetricSpec(
-        "variance_proxy/proxy1_signal_strength",
-        "1",
-        "squared norm of the mean gradient proxy: the signal",
-        emitted_by="ppo",
-    ),
-    MetricSpec("variance_proxy/proxy2_total_power", "1", "mean of (A·w)² · Σ π²-norm: signal and noise", emitted_by="ppo"),
-    MetricSpec("variance_proxy/proxy3_pure_noise", "1", "(proxy2 − proxy1) / (sequences − 1), at least 0", emitted_by="ppo"),
-    MetricSpec("variance_proxy/expected_a_squared", "1", "mean over response tokens of the squared advantage", emitted_by="ppo"),
-    MetricSpec("variance_proxy/expected_w", "1", "mean over response tokens of 1 − 2π + Σ π²", emitted_by="ppo"),
-)
-_SFT = (
-    MetricSpec("train/loss", "nats", "mean over response tokens of −log-prob, on the step's batch", emitted_by="driver"),
-    MetricSpec("train/grad_norm", "1", "L2 norm of the whole gradient before clipping", emitted_by="driver"),
-    MetricSpec("train/lr", "1", "learning rate of the step", emitted_by="driver"),
-    MetricSpec("train/num_tokens", "tokens", "Σ response tokens of the step", emitted_by="driver"),
-    MetricSpec("val/loss", "nats", "mean over response tokens of −log-prob, on held-out data", emitted_by="driver"),
 )
 
 SPECS = (
     *(MetricSpec(spec.name, spec.unit, spec.formula, spec.healthy, "workers") for spec in (*_ACTOR, *_CRITIC)),
     *_BATCH,
-    *_SFT,
 )
 """Entries of this room."""

@@ -27,6 +27,19 @@ class MetricSpec:
     """The package that reports it."""
 
     @property
+    def healthy_in_words(self) -> str:
+        """The healthy range, as people write it; empty where there is none."""
+        match self.healthy:
+            case None | (None, None):
+                return ""
+            case (None, high):
+                return f"≤ {high:g}"
+            case (low, None):
+                return f"≥ {low:g}"
+            case (low, high):
+                return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+    @property
     def is_pattern(self) -> bool:
         """Whether the name has placeholders."""
         return "{" in self.name
@@ -50,9 +63,7 @@ class MetricSpec:
         return re.compile(pattern)
 
 
-def spread(prefix: str, unit: str, what: str, emitted_by: str, names: str = "mean max min") -> tuple[MetricSpec, ...]:
+def spread(prefix: str, unit: str, what: str, emitted_by: str) -> tuple[MetricSpec, ...]:
     """One entry for each of ``<prefix>/mean``, ``/max`` and ``/min``: the statistics of one quantity."""
-    words = {"mean": "mean", "max": "largest", "min": "smallest", "std": "population standard deviation"}
-    return tuple(
-        MetricSpec(f"{prefix}/{name}", unit, f"{words[name]} over {what}", emitted_by=emitted_by) for name in names.split()
-    )
+    words = {"mean": "mean", "max": "largest", "min": "smallest"}
+    return tuple(MetricSpec(f"{prefix}/{name}", unit, f"{words[name]} over {what}", emitted_by=emitted_by) for name in words)

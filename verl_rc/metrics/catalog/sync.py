@@ -5,10 +5,14 @@ from verl_rc.metrics.catalog.spec import MetricSpec
 SPECS = tuple(
     MetricSpec(name, unit, formula, healthy, "driver")
     for name, unit, formula, healthy in (
-        ("sync/seconds", "s", "gathering, sending and loading the weights, slowest engine", None),
         ("sync/bytes", "bytes", "Σ size of the tensors sent", None),
         ("sync/tensors", "1", "number of tensors sent; equals the manifest's", None),
-        ("sync/canary_mean_gap", "nats", "mean over generated canary tokens of |trainer − rollout log-prob|", None),
+        (
+            "sync/canary_mean_gap",
+            "nats",
+            "mean over generated canary tokens of |trainer − rollout log-prob|, of the engine where it is largest",
+            None,
+        ),
         ("sync/canary_max_gap", "nats", "largest |trainer − rollout log-prob| over generated canary tokens", None),
         (
             "sync/rollout_gap_mean",
@@ -16,7 +20,6 @@ SPECS = tuple(
             "mean over response tokens of |proximal − rollout log-prob|, before the update",
             None,
         ),
-        ("sync/rollout_gap_p99", "nats", "99th percentile of the same", None),
         ("sync/rollout_gap_max", "nats", "largest of the same", None),
         ("recovery/engines_replaced", "1", "engines that died or hung since the last step logged; replaced", (None, 0.0)),
         ("recovery/requests_reissued", "1", "requests that such an engine owed; its successor answered them", (None, 0.0)),

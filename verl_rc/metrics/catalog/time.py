@@ -1,4 +1,4 @@
-"""Where the time goes: seconds per stage, milliseconds per token, throughput, memory."""
+"""Where the time goes: seconds per stage, milliseconds per token, throughput."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec
 
@@ -18,9 +18,9 @@ _STAGES = {
     "testing": "validation",
     "save_checkpoint": "writing a checkpoint (the part the loop waits for)",
     "dump_rollout_generations": "writing rollouts to disk",
-    "start_profile": "starting the profiler",
-    "stop_profile": "stopping the profiler",
 }
+_BUSY = ("gen", "gen_max", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+"""Stages in which workers compute."""
 _PER_TOKEN = {
     "gen": "response tokens",
     "ref": "all tokens",
@@ -29,30 +29,16 @@ _PER_TOKEN = {
     "update_critic": "all tokens",
     "update_actor": "all tokens",
 }
-_AGENT_LOOP = {
-    "generate_sequences": "seconds of sampling per trajectory",
-    "tool_calls": "seconds of tool calls per trajectory",
-    "compute_score": "seconds of scoring per trajectory",
-    "num_preempted": "preemptions by the engine per trajectory",
-}
 
 SPECS = (
     MetricSpec("timing_s/step", "s", "wall-clock seconds of the whole step", emitted_by="driver"),
     *(MetricSpec(f"timing_s/{stage}", "s", f"{what}: wall clock", emitted_by="driver") for stage, what in _STAGES.items()),
     *(
-        MetricSpec(f"timing_busy_s/{stage}", "s", f"{what}: seconds the slowest worker itself computed", emitted_by="driver")
-        for stage, what in _STAGES.items()
-    ),
-    *(
         MetricSpec(
-            f"timing_s/agent_loop/{part}/{{statistic}}",
-            "1" if part == "num_preempted" else "s",
-            what,
-            emitted_by="rollout",
+            f"timing_busy_s/{stage}", "s", f"{_STAGES[stage]}: seconds the slowest worker itself computed", emitted_by="driver"
         )
-        for part, what in _AGENT_LOOP.items()
+        for stage in _BUSY
     ),
-    MetricSpec("timing_s/agent_loop/slowest/{quantity}", "s", "the same of the slowest trajectory", emitted_by="rollout"),
     *(
         MetricSpec(f"timing_per_token_ms/{stage}", "ms", f"1000 · timing_s/{stage} / {tokens}", emitted_by="driver")
         for stage, tokens in _PER_TOKEN.items()
@@ -71,7 +57,9 @@ SPECS = (
         "ledger/trained_tokens / timing_s/step, all devices together",
         emitted_by="driver",
     ),
-    MetricSpec("perf/rollout_tokens_per_second", "tokens/s", "Σ response tokens / timing_s/gen", emitted_by="driver"),
+    MetricSpec(
+        "perf/rollout_tokens_per_second", "tokens/s", "tokens sampled / seconds the slowest engine computed", emitted_by="driver"
+    ),
     MetricSpec(
         "perf/overhead_fraction",
         "1",
@@ -79,14 +67,5 @@ SPECS = (
         (None, 0.1),
         "driver",
     ),
-    MetricSpec(
-        "perf/mfu/{role}",
-        "1",
-        "achieved FLOP/s / peak FLOP/s of the devices; forward-only roles count a third",
-        emitted_by="workers",
-    ),
-    MetricSpec("perf/max_memory_allocated_gb", "GiB", "largest memory torch held on any rank's device", emitted_by="workers"),
-    MetricSpec("perf/max_memory_reserved_gb", "GiB", "largest memory torch reserved on any rank's device", emitted_by="workers"),
-    MetricSpec("perf/cpu_memory_used_gb", "GiB", "host memory in use, largest of all nodes", emitted_by="workers"),
 )
 """Entries of this room."""

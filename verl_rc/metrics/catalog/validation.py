@@ -1,6 +1,6 @@
 """How good the policy is on held-out prompts: headline numbers in ``val-core``, the rest in ``val-aux``."""
 
-from verl_rc.metrics.catalog.spec import MetricSpec, spread
+from verl_rc.metrics.catalog.spec import MetricSpec
 
 _DRAWN = "of n samples drawn with replacement from the prompt's"
 _AGGREGATES = {
@@ -25,6 +25,5 @@ SPECS = (
         MetricSpec(f"val-aux/{{data_source}}/{{variable}}/{aggregate}", "of the variable", formula, emitted_by="driver")
         for aggregate, formula in _AGGREGATES.items()
     ),
-    *spread("val-aux/num_turns", "1", "validation sequences of the number of turns", "driver"),
 )
 """Entries of this room."""

@@ -11,8 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from verl_rc.metrics.sinks.protocol import Cell
 
 _WATCHED: tuple[tuple[str, str, str], ...] = (
-    ("loss", "train/loss", ".4f"),
-    ("val loss", "val/loss", ".4f"),
     ("reward", "critic/score/mean", ".3f"),
     ("len", "response_length/mean", ".1f"),
     ("pg_loss", "actor/pg_loss", ".3g"),

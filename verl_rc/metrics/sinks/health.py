@@ -24,7 +24,7 @@ class Complaint:
     def __str__(self) -> str:
         """One line: the number, what would be healthy, how long, and what it measures."""
         times = "this step" if self.steps == 1 else f"{self.steps} steps in a row"
-        return f"{self.name} = {self.value:.3g}, healthy is {_in_words(self.spec.healthy)} ({times}): {self.spec.formula}"
+        return f"{self.name} = {self.value:.3g}, healthy is {self.spec.healthy_in_words} ({times}): {self.spec.formula}"
 
 
 class HealthMonitor:
@@ -67,12 +67,3 @@ def _is_inside(value: float, healthy: Bounds) -> bool:
     """False for NaN, which is healthy nowhere."""
     low, high = healthy
     return (low is None or value >= low) and (high is None or value <= high)
-
-
-def _in_words(healthy: Bounds | None) -> str:
-    low, high = healthy or (None, None)
-    if low is None:
-        return f"at most {high:g}" if high is not None else "any"
-    if high is None:
-        return f"at least {low:g}"
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"

@@ -3,26 +3,35 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from verl_rc.metrics.sinks.protocol import Cell
 
 Record = dict[str, object]
+_FILES = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl")
+_REPLACED = ".replaced.jsonl"
 
 
 class JsonlSink:
     """Writes ``metrics.jsonl``, ``histograms.jsonl``, ``alerts.jsonl`` and ``tables/<name>.jsonl``, flushed line by line.
 
     The lines are strict JSON: a number that is not finite becomes the string ``"NaN"``, ``"Infinity"`` or
-    ``"-Infinity"``, which ``float`` reads back. A resumed run continues the files: lines of steps later than its first
-    are set aside.
+    ``"-Infinity"``, which ``float`` reads back. A resumed run continues the files: no step is in them twice.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        """Creates ``run_dir`` if need be; files appear with their first line."""
+    def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
+        """Files appear with their first line, ``run_dir`` with the first file.
+
+        ``steps_done``: steps that the run goes on after, 0 for a new one. Lines of a former life that it repeats move to
+        ``<name>.replaced.jsonl``.
+        """
         self._run_dir = run_dir
         self._files: dict[str, IO[str]] = {}
+        for path in [run_dir / name for name in _FILES] + sorted(run_dir.glob("tables/*.jsonl")):
+            if path.exists() and not path.name.endswith(_REPLACED):
+                _set_aside_later_steps(path, steps_done)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Appends one line ``{"step": …, name: value, …}``."""
@@ -60,11 +69,14 @@ class JsonlSink:
         if relative_path not in self._files:
             path = self._run_dir / relative_path
             path.parent.mkdir(parents=True, exist_ok=True)
-            _set_aside_later_steps(path, _step_of(record))
             self._files[relative_path] = path.open("a", encoding="utf-8")
-        file = self._files[relative_path]
-        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        file.flush()
+        try:
+            self._files[relative_path].write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            self._files[relative_path].flush()
+        except OSError:
+            with suppress(OSError):  # what did not fit the disk is tried again when the file is closed
+                self._files.pop(relative_path).close()
+            raise
 
 
 def _json_number(value: float) -> float | str:
@@ -73,32 +85,25 @@ def _json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _step_of(record: Record) -> int:
-    step = record["step"]
-    if not isinstance(step, int):
-        raise TypeError(f"the step of a metrics line must be an integer, got {step!r}.")
-    return step
-
-
-def _set_aside_later_steps(path: Path, first_step: int) -> None:
-    """Makes ``path`` end before the steps that this run is about to write; the file as it was stays beside it.
-
-    A run that starts at step 0 is a new one and keeps nothing; a resumed one keeps the lines up to ``first_step``.
-    """
-    if not path.exists():
+def _set_aside_later_steps(path: Path, steps_done: int) -> None:
+    """Make ``path`` end after ``steps_done`` steps; the lines after them are moved. A crash at any moment loses no line."""
+    kept: list[str] = []
+    later: list[str] = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            (kept if steps_done > 0 and _is_of_step_up_to(steps_done, line) else later).append(line)
+    if not later:
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if first_step > 0 and _is_before(line, first_step)]
-    if kept == lines:
-        return
-    aside = path.with_name(f"{path.stem}.before_step_{first_step}{path.suffix}")
-    path.replace(aside)
-    path.write_text("".join(kept), encoding="utf-8")
+    with path.with_suffix(_REPLACED).open("a", encoding="utf-8") as replaced:
+        replaced.writelines(line.rstrip("\n") + "\n" for line in later)
+    beside = path.with_suffix(".partial")
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
 
 
-def _is_before(line: str, first_step: int) -> bool:
+def _is_of_step_up_to(last_step: int, line: str) -> bool:
     """False also for a line that a killed run left half-written."""
     try:
-        return line.endswith("\n") and int(json.loads(line)["step"]) <= first_step
+        return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
     except (ValueError, KeyError, TypeError):
         return False

@@ -12,9 +12,10 @@ from verl_rc.metrics.sinks.protocol import Cell
 class TensorBoardSink:
     """Writes to ``<run_dir>/tensorboard``."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Opens the event file."""
-        self._writer = torch_tensorboard.SummaryWriter(str(run_dir / "tensorboard"))
+    def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
+        """Opens the event file; TensorBoard no longer shows what was written for steps after ``steps_done``."""
+        purged = steps_done + 1 if steps_done > 0 else None
+        self._writer = torch_tensorboard.SummaryWriter(str(run_dir / "tensorboard"), purge_step=purged)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes one scalar a metric."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ from verl_rc.metrics.sinks.protocol import Cell, MetricSink
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 """Names for ``trainer.logger``; ``file``, verl's name for JSON lines, works too."""
+
+
+@dataclass(frozen=True)
+class FormerLife:
+    """The run that a resumed one goes on from."""
+
+    steps_done: int
+    """Steps whose metrics are written and stay."""
+    run_id: str | None
+    """Its ``Tracker.run_id``."""
 
 
 class Tracker:
@@ -68,12 +79,12 @@ def open_tracker(
     run_dir: Path,
     config: Mapping[str, Any],
     total_steps: int,
-    resume_id: str | None = None,
+    former: FormerLife | None = None,
 ) -> Tracker:
     """Opens the sinks named in ``trainer.logger``.
 
-    ``config`` (the resolved configuration) and ``resume_id`` (a former ``Tracker.run_id``) are for W&B; ``total_steps``
-    is for the console.
+    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``former`` is given for a run that is
+    resumed, which continues what was written up to there.
 
     Raises:
         ValueError: a name is unknown, or needs a package that is not installed.
@@ -83,23 +94,25 @@ def open_tracker(
     if unknown:
         raise ValueError(f"trainer.logger must be a list of names out of {', '.join(LOGGERS)}, got {', '.join(unknown)}.")
 
+    former = former or FormerLife(steps_done=0, run_id=None)
+
     def open_wandb() -> MetricSink:
         # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.
         from verl_rc.metrics.sinks.wandb_sink import WandbSink  # noqa: PLC0415
 
-        return WandbSink(project_name, experiment_name, run_dir, config, resume_id)
+        return WandbSink(project_name, experiment_name, run_dir, config, former.run_id)
 
     openers: dict[str, Callable[[], MetricSink]] = {
         "console": lambda: ConsoleSink(total_steps),
-        "jsonl": lambda: JsonlSink(run_dir),
-        "tensorboard": lambda: _open_tensorboard(run_dir),
+        "jsonl": lambda: JsonlSink(run_dir, former.steps_done),
+        "tensorboard": lambda: _open_tensorboard(run_dir, former.steps_done),
         "wandb": open_wandb,
     }
     sinks = {name: openers[name]() for name in names}
     return Tracker(list(sinks.values()), run_id=getattr(sinks.get("wandb"), "run_id", None))
 
 
-def _open_tensorboard(run_dir: Path) -> MetricSink:
+def _open_tensorboard(run_dir: Path, steps_done: int) -> MetricSink:
     try:
         from verl_rc.metrics.sinks.tensorboard_sink import TensorBoardSink  # noqa: PLC0415  (an optional package)
     except ImportError as error:
@@ -107,4 +120,4 @@ def _open_tensorboard(run_dir: Path) -> MetricSink:
             "trainer.logger: 'tensorboard' must be installed to be used; "
             "run `pip install 'verl_rc[tensorboard]'` or leave it out."
         ) from error
-    return TensorBoardSink(run_dir)
+    return TensorBoardSink(run_dir, steps_done)

@@ -98,11 +98,6 @@ class PolicyPlan:
         return "rollout" if self.bypass else "proximal"
 
     @property
-    def corrected_policy(self) -> Literal["current", "proximal"]:
-        """The numerator of weights and rejection; their denominator is the rollout policy."""
-        return "current" if self.bypass else "proximal"
-
-    @property
     def aggregations(self) -> set[str]:
         """Averages of all terms that are in the loss."""
         has_regulariser = self.entropy_coeff != 0 or bool(self.kl_loss_coef)

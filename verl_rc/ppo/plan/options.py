@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
+from verl_rc.config.algorithm import GROUP_ESTIMATORS
 from verl_rc.config.run import FALLBACKS, RunConfig
 from verl_rc.ppo.plan.advantages import AdvantagePlan
 from verl_rc.ppo.plan.objective import LOSS_FACTS, PolicyPlan
@@ -110,7 +111,8 @@ def _unread_by_roles(config: RunConfig) -> Iterator[Unread]:
     }
     for section, is_on in switches.items():
         yield not is_on, (f"{section}.*",), "it is not enabled"
-    yield config.trainer.save_freq <= 0, ("trainer.max_actor_ckpt_to_keep",), "trainer.save_freq <= 0: nothing is saved"
+    of_saving = ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*")
+    yield config.trainer.save_freq <= 0, of_saving, "trainer.save_freq <= 0: nothing is saved"
     yield config.data.filter_overlong_prompts, ("data.truncation",), "filter_overlong_prompts=True leaves nothing to cut"
     on_cpu = config.trainer.device == "cpu"
     gpu_only = tuple(f"actor_rollout_ref.rollout.{option}" for option in _GPU_ONLY)
@@ -141,6 +143,12 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[str]:
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    if sizes.samples == 1 and config.algorithm.adv_estimator.removesuffix("_vectorized") in GROUP_ESTIMATORS:
+        yield (
+            f"actor_rollout_ref.rollout.n=1 gives algorithm.adv_estimator={config.algorithm.adv_estimator} nothing to compare a "
+            "sample with: its advantage is made of its own score, without a baseline, as in verl. Raise rollout.n for advantages "
+            "relative to other samples of the prompt."
+        )
     if sizes.critic_only_steps and not config.needs_critic:
         yield (
             f"trainer.critic_warmup={trainer.critic_warmup} leaves the actor alone for {sizes.critic_only_steps} steps, and "

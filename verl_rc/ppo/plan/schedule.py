@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_rc.config.run import RunConfig
+from verl_rc.data.microbatch import MicroBatchLimit
+from verl_rc.ppo.micro_batch_limits import actor_limit, critic_limit
 from verl_rc.ppo.plan.objective import PolicyPlan
 
 
@@ -96,11 +98,9 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
     prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
 
-    def arithmetic(mini: int, epochs: int, max_tokens: int | None, max_rows: int | None) -> UpdateArithmetic:
-        return UpdateArithmetic(mini, mini * samples, prompts // mini, epochs, config.num_ranks, max_tokens, max_rows)
+    def arithmetic(mini: int, epochs: int, limit: MicroBatchLimit) -> UpdateArithmetic:
+        return UpdateArithmetic(mini, mini * samples, prompts // mini, epochs, config.num_ranks, limit.max_tokens, limit.max_rows)
 
-    actor_tokens = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
-    critic_tokens = critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None
     warmup = max(trainer.critic_warmup - 1, 0)
     return BatchArithmetic(
         prompts=prompts,
@@ -112,18 +112,8 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
         total_steps=trainer.total_training_steps,
         epochs=trainer.total_epochs,
         critic_only_steps=warmup if trainer.total_training_steps is None else min(warmup, trainer.total_training_steps),
-        actor=arithmetic(
-            actor.ppo_mini_batch_size,
-            actor.ppo_epochs,
-            actor_tokens,
-            None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-        ),
-        critic=arithmetic(
-            critic.ppo_mini_batch_size or 1,
-            critic.ppo_epochs or 1,
-            critic_tokens,
-            None if critic.use_dynamic_bsz else critic.ppo_micro_batch_size_per_gpu,
-        )
+        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(config)),
+        critic=arithmetic(critic.ppo_mini_batch_size or 1, critic.ppo_epochs or 1, critic_limit(config))
         if config.needs_critic
         else None,
     )
@@ -144,8 +134,8 @@ def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> It
     if not policy.bypass:
         yield Phase("old_log_prob", "actor", forward_rows=rows)
     if config.needs_reference:
-        adapters = config.actor_rollout_ref.model.lora_rank > 0
-        yield Phase("ref", "actor without its adapters" if adapters else "reference", forward_rows=rows)
+        role = "reference" if config.has_reference_model else "actor without its adapters"
+        yield Phase("ref", role, forward_rows=rows)
     if sizes.critic is not None:
         yield Phase("values", "critic", forward_rows=rows)
     yield Phase("adv", "driver")

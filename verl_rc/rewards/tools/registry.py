@@ -35,8 +35,8 @@ def _imported(name: str) -> Tool:
     key = f"actor_rollout_ref.rollout.multi_turn.tools={name}"
     try:
         tool = getattr(importlib.import_module(module_name), attribute, None)
-    except ImportError as error:
-        raise ValueError(f"{key} cannot be imported: {error}. The module must be on PYTHONPATH.") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{key} cannot be imported: {error!r}. The module must be on PYTHONPATH.") from error
     if not isinstance(tool, Tool):
         raise ValueError(f"{key} must be a verl_rc.rewards.tools.Tool, got {tool!r}.")
     return tool

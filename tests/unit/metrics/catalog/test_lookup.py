@@ -50,7 +50,6 @@ def test_unknown_names_are_listed_with_the_nearest():
 
 
 def test_a_pattern_itself_is_not_a_name():
-    assert CATALOG.find("perf/mfu/{role}").name == "perf/mfu/{role}"  # one word, braces included
     assert CATALOG.find("val-core/{data_source}/acc/mean@{n}") is None
 
 

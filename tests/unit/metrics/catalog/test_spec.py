@@ -27,3 +27,18 @@ def test_spread_has_one_entry_a_statistic():
     specs = spread("critic/score", "reward", "sequences of the score", "ppo")
     assert [spec.name for spec in specs] == ["critic/score/mean", "critic/score/max", "critic/score/min"]
     assert specs[1].formula == "largest over sequences of the score"
+
+
+@pytest.mark.parametrize(
+    ("healthy", "words"),
+    [
+        (None, ""),
+        ((None, None), ""),
+        ((None, 0.1), "≤ 0.1"),
+        ((0.5, None), "≥ 0.5"),
+        ((0, 0), "0"),
+        ((0.5, 1.0), "0.5 to 1"),
+    ],
+)
+def test_healthy_ranges_in_words(healthy, words):
+    assert MetricSpec("a/b", "1", "", healthy=healthy).healthy_in_words == words

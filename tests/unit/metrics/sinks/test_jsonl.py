@@ -1,5 +1,6 @@
 """JSON lines: strict, flushed, continued by a resumed run."""
 
+import errno
 import json
 import math
 
@@ -59,25 +60,67 @@ def test_a_row_must_have_a_cell_for_every_column(tmp_path):
         JsonlSink(tmp_path).log_table("t", ["a", "b"], [[1]], step=1)
 
 
-def write_run(folder, steps, run):
-    sink = JsonlSink(folder)
+def write_run(folder, steps, run, steps_done=0):
+    sink = JsonlSink(folder, steps_done)
     for step in steps:
         sink.log({"run": run}, step)
+        if step % 2:
+            sink.log_table("val", ["run"], [[run], [run]], step)
     sink.close()
+
+
+def runs_by_step(path):
+    return [(line["step"], line["run"]) for line in read(path)]
 
 
 def test_a_resumed_run_replaces_the_steps_that_were_lost(tmp_path):
     write_run(tmp_path, [0, 1, 2, 3], run=1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "ru')  # killed here
-    write_run(tmp_path, [2, 3], run=2)  # the checkpoint was taken after step 2
-    lines = [(line["step"], line["run"]) for line in read(tmp_path / "metrics.jsonl")]
-    assert lines == [(0, 1), (1, 1), (2, 1), (2, 2), (3, 2)]
-    assert (tmp_path / "metrics.before_step_2.jsonl").read_text().endswith('"ru')
+        file.write('{"step": 4, "ru')  # killed here; the checkpoint was taken after step 2
+    write_run(tmp_path, [3, 4], run=2, steps_done=2)
+    assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
+    assert (tmp_path / "metrics.replaced.jsonl").read_text() == '{"step": 3, "run": 1}\n{"step": 4, "ru\n'
+    assert runs_by_step(tmp_path / "tables/val.jsonl") == [(1, 1), (1, 1), (3, 2), (3, 2)]
+
+
+def test_a_validation_of_a_finished_step_joins_its_line(tmp_path):
+    write_run(tmp_path, [0, 1, 2], run=1)
+    write_run(tmp_path, [2], run=2, steps_done=2)  # trainer.val_only
+    assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1), (2, 1), (2, 2)]
+    assert not (tmp_path / "metrics.replaced.jsonl").exists()
+
+
+def test_what_was_lost_is_gone_before_the_first_line_and_several_lives_keep_theirs(tmp_path):
+    write_run(tmp_path, [0, 1, 2, 3], run=1)
+    JsonlSink(tmp_path, steps_done=2)
+    JsonlSink(tmp_path, steps_done=1)
+    assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1)]
+    assert runs_by_step(tmp_path / "metrics.replaced.jsonl") == [(3, 1), (2, 1)]
+    assert not (tmp_path / "tables/val.replaced.replaced.jsonl").exists()
 
 
 def test_a_new_run_in_the_same_folder_sets_the_old_one_aside(tmp_path):
     write_run(tmp_path, [0, 1], run=1)
     write_run(tmp_path, [0], run=2)
-    assert [line["run"] for line in read(tmp_path / "metrics.jsonl")] == [2]
-    assert len(read(tmp_path / "metrics.before_step_0.jsonl")) == 2
+    assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 2)]
+    assert runs_by_step(tmp_path / "metrics.replaced.jsonl") == [(0, 1), (1, 1)]
+
+
+def test_a_crash_in_the_middle_of_it_loses_no_line(tmp_path, monkeypatch):
+    write_run(tmp_path, [0, 1, 2], run=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            JsonlSink(tmp_path, steps_done=1)
+    assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1), (2, 1)]
+    JsonlSink(tmp_path, steps_done=1)
+    assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1)]
+
+
+def test_a_full_disk_is_told_by_the_line_that_does_not_fit_and_by_nothing_later(tmp_path):
+    sink = JsonlSink(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        sink.log({"a": 1.0}, step=1)
+    assert caught.value.errno == errno.ENOSPC
+    sink.close()

@@ -159,6 +159,10 @@ WARNED: dict[str, tuple[Given, str]] = {
         {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "kl", **TWO_UPDATES},
         "does not depend on the reference policy",
     ),
+    "nothing to compare with": (
+        {f"{ALGORITHM}.adv_estimator": "rloo", "actor_rollout_ref.rollout.n": 1, **TWO_UPDATES},
+        "its advantage is made of its own score, without a baseline, as in verl",
+    ),
     "one update": ({"actor_rollout_ref.actor.ppo_mini_batch_size": 10}, "the ratio is 1 up to rounding"),
     "updates without a clip": (
         {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", **TOKEN_WEIGHTS, **TWO_UPDATES},

@@ -1,20 +1,12 @@
 """The digit task: right answers, disjoint files, verl's format."""
 
-import importlib.util
-from pathlib import Path
-
 import pyarrow.parquet as pq
 import pytest
 
-SCRIPT = Path(__file__).parents[4] / "scripts" / "prepare_data" / "digits.py"
 
-
-@pytest.fixture(scope="module")
-def digits():
-    specification = importlib.util.spec_from_file_location("digits", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+@pytest.fixture
+def digits(load_script):
+    return load_script("digits")
 
 
 def write(digits, folder, *further):

@@ -1,0 +1,77 @@
+"""How long a step waits for a checkpoint that is written at once, or copied and written beside the next step (``async_save``).
+
+Weights and Adam's moments in fp32, 12 bytes per parameter, in one process. The last two columns say what the next step, here
+forward, backward and update, takes alone and while the write is under way. ``python scripts/bench/checkpoint_save.py [FOLDER]``
+writes to a temporary folder in FOLDER.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from verl_rc.checkpoint import BackgroundWriter, collect_shards, save_shards
+
+WIDTH = 1024
+LAYERS = (1, 10, 50)
+"""Layers of ``WIDTH`` squared parameters each."""
+SAVES = 5
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def median(values: list[float]) -> float:
+    """The one in the middle: the first copy is slower than the others, since its memory is new."""
+    return sorted(values)[len(values) // 2]
+
+
+def costs_of(layers: int, folder: Path) -> dict[str, float]:
+    """Seconds of each part."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    optimizer, rows, writer = AdamW(model.parameters(), fused=True), torch.rand(128, WIDTH), BackgroundWriter(pin_memory=False)
+
+    def step() -> None:
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    found: dict[str, list[float]] = {"waits": [], "copies": [], "writes": [], "step": [], "step beside": []}
+    for save in range(SAVES):
+        found["waits"].append(seconds(lambda number=save: save_shards(folder / f"waited_{number}", model, optimizer, {})))  # type: ignore[misc]
+        found["step"].append(seconds(step))
+        begun = time.perf_counter()
+        writer.start(folder / f"beside_{save}", collect_shards(model, optimizer, {}))
+        found["copies"].append(time.perf_counter() - begun)
+        found["step beside"].append(seconds(step))
+        writer.has_ended(wait=True)
+        found["writes"].append(time.perf_counter() - begun)
+    return {name: median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    """Print one line per size."""
+    torch.set_num_threads(1)
+    columns = ("parameters", "waits for it", "waits for copy", "share", "until written", "next step alone", "and beside it")
+    print(" ".join(f"{column:>15}" for column in columns))
+    for layers in LAYERS:
+        with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
+            cost = costs_of(layers, Path(folder))
+        shown = [cost["waits"], cost["copies"], cost["writes"], cost["step"], cost["step beside"]]
+        texts = [f"{1000 * value:.0f} ms" for value in shown]
+        texts.insert(2, f"{cost['copies'] / cost['waits']:.1%}")
+        print(" ".join(f"{text:>15}" for text in (f"{layers * WIDTH**2 / 1e6:.0f} M", *texts)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Faults planted in the real loop: each is named before an optimizer step is taken on what it spoilt; what alerts do there."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from real_steps import (
+    RetokenisingSampler,
+    cache_resets,
+    last_metrics,
+    move_weights,
+    plant,
+    real_step,
+    weights_of,
+    with_values,
+)
+from torch import Tensor
+
+from verl_rc.cluster.remote import RemoteError
+from verl_rc.correction import NonFiniteLogProbError
+from verl_rc.data.batches import TrainBatch
+from verl_rc.data.fingerprint import TokensChangedError
+from verl_rc.driver import train, weights
+from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
+from verl_rc.driver.run import Run
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.ledger import LedgerError
+from verl_rc.ppo.nonfinite_updates import NonFiniteGradientsError, NonFiniteUpdateGuard
+from verl_rc.ppo.reward_watch import RewardWatch
+from verl_rc.weight_sync.proof import SyncProofError
+
+LEARNING_RATE = 0.02
+NO_CANARY = {"actor_rollout_ref.rollout.sync_proof.canary_freq": 0, "trainer.test_freq": -1}
+OWN_ROLLOUTS, CANARY = "this step's rollouts", "canary tokens of rollout engine 0"
+
+
+@pytest.fixture
+def stepped_run(faulty_run: Run) -> Iterator[Run]:
+    """The run after an update that is not published yet; healed afterwards."""
+    weights.publish(faulty_run, faulty_run.progress.step, StepRecord())
+    move_weights(faulty_run, LEARNING_RATE)
+    yield faulty_run
+    plant(faulty_run, None)
+
+
+def test_healthy_steps_pass_with_gaps_of_fp32_rounding(stepped_run: Run) -> None:
+    before = weights_of(stepped_run)
+    metrics = real_step(stepped_run)
+    assert weights_of(stepped_run) != before
+    assert metrics["sync/canary_max_gap"] < 1e-4
+    assert metrics["sync/rollout_gap_max"] < 1e-4
+    assert metrics["ledger/trained_tokens"] + metrics["ledger/rejected_tokens"] == metrics["ledger/sampled_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("skipped_sync", SyncProofError, CANARY),
+        ("half_loaded_tensor", SyncProofError, CANARY),
+        ("one_tensor_not_sent", SyncProofError, r"all 2[0-9] tensors must be sent, missing"),
+        ("stale_prefix_cache", SyncProofError, CANARY),
+        ("older_version", RuntimeError, r"must come from weight version [0-9]+, but [0-9]+ tokens come from version \["),
+        ("nan_log_prob", ValueError, r"the log-prob of a sampled token must be a number <= 0, .* rows \[9\] of the rollouts"),
+        ("missing_log_prob", RemoteError, r"every one of the [0-9]+ tokens of request 9 needs a log-prob, .* returned none"),
+        ("shifted_log_probs", SyncProofError, CANARY),
+        ("nan_log_probs", NonFiniteLogProbError, r"may have a log-prob that is NaN or infinite, got 100.00%"),
+    ],
+)
+def test_a_worker_that_goes_wrong(stepped_run: Run, fault: str, error: type[Exception], message: str) -> None:
+    before = weights_of(stepped_run)
+    plant(stepped_run, fault)
+    with pytest.raises(error, match=message):
+        real_step(stepped_run)
+    assert weights_of(stepped_run) == before
+
+
+@pytest.mark.parametrize("fault", ["skipped_sync", "half_loaded_tensor", "other_temperature", "shifted_log_probs"])
+def test_what_a_canary_would_find_shows_in_the_steps_own_rollouts_too(stepped_run: Run, fault: str) -> None:
+    before = weights_of(stepped_run)
+    plant(stepped_run, fault)
+    with pytest.raises(SyncProofError, match=OWN_ROLLOUTS):
+        real_step(with_values(stepped_run, NO_CANARY))
+    assert weights_of(stepped_run) == before
+
+
+def test_responses_that_were_text_in_between(stepped_run: Run) -> None:
+    before = weights_of(stepped_run)
+    with pytest.raises(SyncProofError, match=OWN_ROLLOUTS):
+        real_step(with_values(stepped_run, NO_CANARY, sampler=RetokenisingSampler(stepped_run)))
+    assert weights_of(stepped_run) == before
+
+
+def other_token(batch: TrainBatch) -> None:
+    batch.tokens.responses[5, 0] += 1
+
+
+def shifted_response(batch: TrainBatch) -> None:
+    batch.response_mask = shifted(batch.response_mask)
+
+
+def shifted_loss(batch: TrainBatch) -> None:
+    batch.loss_mask = shifted(batch.loss_mask)
+
+
+def exchanged_rows(batch: TrainBatch) -> None:
+    batch.tokens.responses[[3, 7]] = batch.tokens.responses[[7, 3]]
+
+
+def shifted(mask: Tensor) -> Tensor:
+    """By one to the right; the last token falls out."""
+    return torch.nn.functional.pad(mask[:, :-1], (1, 0), value=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (other_token, TokensChangedError, r"the token ids that were sampled, .* 1 of 16 rows have changed .* \[5\]"),
+        (exchanged_rows, TokensChangedError, r"2 of 16 rows have changed .* \[3, 7\]"),
+        (shifted_response, LedgerError, r"must hold the [0-9]+ sampled tokens that have no account yet, it holds [0-9]+"),
+        (shifted_loss, LedgerError, r"the loss must look at the sampled tokens that .* its mask differs in 16 of 16 rows"),
+    ],
+)
+def test_a_batch_that_is_spoilt_between_sampling_and_update(
+    stepped_run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[TrainBatch], None],
+    error: type[Exception],
+    message: str,
+) -> None:
+    build = train.build_train_batch
+
+    def build_and_spoil(*arguments: object) -> object:
+        step = build(*arguments)
+        batch = step.batch.clone()
+        spoil(batch)
+        return dataclasses.replace(step, batch=batch)
+
+    monkeypatch.setattr(train, "build_train_batch", build_and_spoil)
+    before = weights_of(stepped_run)
+    with pytest.raises(error, match=message):
+        real_step(with_values(stepped_run, NO_CANARY))
+    assert weights_of(stepped_run) == before
+
+
+def alerting(run: Run, action: str, kind: str) -> Run:
+    """The run with an alert that every step sets off, and a stop request of its own."""
+    values = {f"trainer.alerts.{kind}": action}
+    if kind == "mismatch":
+        return with_values(run, {**NO_CANARY, **values, "trainer.alerts.mismatch_limit": 1e-30}, stop=StopRequest())
+    watch = RewardWatch(window=1, drop=0.5)
+    watch.observe(torch.full((16,), 100.0))
+    return with_values(run, {**NO_CANARY, **values}, stop=StopRequest(), reward_watch=watch)
+
+
+def alerts_of(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "alerts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["mismatch", "reward_collapse"])
+@pytest.mark.parametrize("action", ["warn", "skip", "save_and_stop"])
+def test_what_an_alert_does(stepped_run: Run, kind: str, action: str) -> None:
+    run = alerting(stepped_run, action, kind)
+    before, resets, step = weights_of(run), cache_resets(run), run.progress.step + 1
+    if action == "save_and_stop":
+        with pytest.raises(StoppedByAlertError, match=f"at step {step}: "):
+            real_step(run)
+        assert (run.folder / f"global_step_{step}").is_dir()
+    else:
+        real_step(run)
+        assert not (run.folder / f"global_step_{step}").exists()
+    assert (weights_of(run) == before) == (action != "warn")
+    metrics = last_metrics(run)
+    assert metrics["step"] == step
+    assert metrics[f"alerts/{kind}"] == 1
+    withheld = metrics["ledger/sampled_tokens"] if action != "warn" else 0
+    assert metrics["ledger/withheld_tokens"] == withheld
+    assert run.progress.published == step  # the engines got the weights anew
+    assert cache_resets(run) == [count + 2 for count in resets]  # before the step and after it
+    alert = alerts_of(run)[-1]
+    assert alert["step"] == step
+    cause = {"mismatch": "rollout_corr/k3_kl is ", "reward_collapse": "the mean score of the last 1 steps is "}
+    assert alert["text"].startswith(cause[kind])
+
+
+def test_gradients_that_are_not_finite_are_left_out_counted_and_end_the_run(stepped_run: Run) -> None:
+    run = with_values(stepped_run, NO_CANARY, nonfinite_updates=NonFiniteUpdateGuard(limit=2))
+    before = weights_of(run)
+    plant(run, "nan_gradient")
+    metrics = real_step(run)
+    assert metrics["actor/nonfinite_gradients"] == 1
+    assert metrics["ledger/nonfinite_tokens"] == metrics["ledger/sampled_tokens"]
+    assert metrics["ledger/trained_tokens"] == 0
+    with pytest.raises(NonFiniteGradientsError, match="the actor's gradients must be finite, but those of 2 optimizer steps"):
+        real_step(run)
+    assert weights_of(run) == before

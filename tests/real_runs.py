@@ -1,0 +1,58 @@
+"""Whole runs in processes of their own, disturbed on request, and what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from small_runs import ROOT
+
+_MARKER = "VERL_RC_TEST_CHILD"
+"""Environment variable that everything a run starts inherits."""
+
+
+def marked_environment() -> dict[str, str]:
+    """What a run is started with, so that its processes can be told from others."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), _MARKER: str(os.getpid())}
+
+
+def train(overrides: Sequence[str], *disturbances: str) -> "subprocess.CompletedProcess[str]":
+    """One run as a user starts it, with the words of ``disturbed_run.py``, if any."""
+    command = [sys.executable, str(ROOT / "tests" / "disturbed_run.py"), *disturbances, "--", *overrides]
+    environment = marked_environment()
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+
+
+def of_folder(folder: Path) -> list[str]:
+    """Overrides of where a run writes to."""
+    return [f"trainer.default_local_dir={folder}", f"trainer.rollout_data_dir={folder / 'rollouts'}"]
+
+
+def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """The last line of ``metrics.jsonl`` for every step."""
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}
+
+
+def left_over_processes(patience_seconds: float = 30.0) -> list[str]:
+    """Processes that a run started and did not take with it; on a busy machine the last ones need a moment to die."""
+    deadline = time.monotonic() + patience_seconds
+    while (found := _marked_processes()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return found
+
+
+def _marked_processes() -> list[str]:
+    marker = f"{_MARKER}={os.getpid()}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found

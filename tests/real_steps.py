@@ -1,0 +1,99 @@
+"""Single steps of the real loop in a run whose workers can be told to go wrong."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
+
+from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.ray_session import start_ray_in_background
+from verl_rc.cluster.remote import wait_for_all
+from verl_rc.cluster.trainer_groups import ActorGroup
+from verl_rc.config.load import load_run_config
+from verl_rc.data.batches import Completions
+from verl_rc.driver import train
+from verl_rc.driver.run import Run
+from verl_rc.driver.setup import open_run
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+
+@contextmanager
+def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Iterator[Run]:
+    """A real run in which samples of one prompt get different rewards. Ray is in this process while it lasts."""
+    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
+    reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
+    config = load_run_config([*run_overrides(task, folder), reward, *overrides])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
+        patch.setattr(ActorGroup, "worker", "faulty_workers:FaultyPolicyWorker")
+        patch.setattr(EngineGroup, "worker", "faulty_workers:FaultyEngine")
+        with open_run(config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)) as run:
+            yield run
+
+
+def real_step(run: Run) -> dict[str, Any]:
+    """The loop itself, for one step: the weights are published, then everything of a step; returns its metrics."""
+    train.train(replace(run, total_steps=run.progress.step + 1))
+    return last_metrics(run)
+
+
+def last_metrics(run: Run) -> dict[str, Any]:
+    """Those of the last step that was logged."""
+    return json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def plant(run: Run, fault: str | None) -> None:
+    """Switch a fault of ``faulty_workers`` on; None: all off."""
+    workers = [*run.engines._engines, *run.actor._ranks]
+    wait_for_all([worker.call("plant", fault) for worker in workers])
+
+
+def weights_of(run: Run) -> list[list[int]]:
+    """Digests of the trainer's weights: equal when no optimizer step was taken."""
+    return wait_for_all([rank.call("weight_digests") for rank in run.actor._ranks])
+
+
+def move_weights(run: Run, distance: float) -> None:
+    """As an optimizer step would that has not been published."""
+    wait_for_all([rank.call("move_weights", distance) for rank in run.actor._ranks])
+
+
+def cache_resets(run: Run) -> list[int]:
+    """How often each engine has forgotten its cached prefixes."""
+    return wait_for_all([engine.call("count_cache_resets") for engine in run.engines._engines])
+
+
+def with_values(run: Run, values: Mapping[str, Any], **parts: Any) -> Run:
+    """The run with other configuration values, by dotted keys, in its driver, and with other ``parts``."""
+    config = run.config
+    for key, value in values.items():
+        config = _with_value(config, key.split("."), value)
+    return replace(run, config=config, **parts)
+
+
+def _with_value(section: Any, path: list[str], value: Any) -> Any:
+    inner = value if len(path) == 1 else _with_value(getattr(section, path[0]), path[1:], value)
+    return section.model_copy(update={path[0]: inner})
+
+
+class RetokenisingSampler:
+    """Engines behind a service that hands out texts: token ids are made from them again."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.busy_seconds = 0.0
+
+    def generate(self, requests: list[GenerationRequest], options: SamplingOptions) -> Completions:
+        completions = self._run.engines.generate(requests, options)
+        self.busy_seconds = self._run.engines.busy_seconds
+        for row, length in enumerate(completions.response_lengths.tolist()):
+            text = self._run.tokenizer.decode(completions.responses[row, :length], skip_special_tokens=True)
+            again = self._run.tokenizer.encode(text, add_special_tokens=False)[:length] or [0]
+            completions.responses[row, : len(again)] = completions.responses.new_tensor(again)
+            completions.response_lengths[row] = len(again)
+        return completions

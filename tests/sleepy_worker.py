@@ -1,0 +1,27 @@
+"""A trainer rank that falls asleep in the middle of an update; for ``disturbed_run.py`` with ``ACTOR_WORKER``."""
+
+import time
+
+from verl_rc.data.batches import TrainBatch
+from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.orders import UpdateOrder, UpdateReport
+from verl_rc.workers.policy_worker import PolicyWorker
+
+
+class SleepyPolicyWorker(PolicyWorker):
+    """The second rank sleeps in its second update, when the others compute gradients."""
+
+    updates = 0
+
+    def update(self, batch: TrainBatch, order: UpdateOrder) -> UpdateReport:
+        self.updates += 1
+        return super().update(batch, order)
+
+    def accumulate(
+        self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None
+    ) -> int:
+        if self._address.rank == 1 and self.updates == 2:
+            time.sleep(3600)
+        return super().accumulate(batch, share, totals, correction)

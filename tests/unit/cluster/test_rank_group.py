@@ -1,0 +1,63 @@
+"""Rows are shared out over ranks and named anew there: every one reaches one rank, with its own tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from small_models import make_train_batch
+
+import verl_rc.cluster.rank_group as rank_group
+from verl_rc.cluster.rank_group import RankGroup
+from verl_rc.data.batches import TokenBatch
+from verl_rc.data.microbatch import MicroBatchLimit
+from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
+
+LENGTHS = [7, 2, 5, 1, 1, 6]
+LIMITS = [MicroBatchLimit(max_rows=2), MicroBatchLimit(max_tokens=14)]
+
+
+class LengthRank:
+    """Answers at once: the length of every row it is to score, on each of the row's tokens; 0 for rows it is not asked about."""
+
+    def call(self, method: str, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        answer = torch.zeros(tokens.responses.shape)
+        for rows in micro_batches:
+            answer[list(rows)] = tokens.response_lengths[list(rows)].float()[:, None].expand(-1, answer.shape[1])
+        return [answer]
+
+
+def group_of(ranks: int) -> RankGroup:
+    group = RankGroup.__new__(RankGroup)
+    group._ranks = [LengthRank() for _ in range(ranks)]  # type: ignore[misc]
+    return group
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit) -> None:
+    batch = make_train_batch(LENGTHS)
+    mini_batches = plan_mini_batches(
+        batch.response_mask, batch.loss_mask, MiniBatchOptions(rows_per_mini_batch=3, epochs=2, shuffle=True, seed=1)
+    )
+    parts = group_of(ranks).split(batch, mini_batches, limit)
+    for number, mini_batch in enumerate(mini_batches):
+        shares = [(rows, own[number]) for rows, own in parts]
+        assert len({len(share.micro_batches) for _, share in shares}) == 1
+        for _, share in shares:
+            assert (share.num_tokens, share.num_sequences) == (mini_batch.num_tokens, mini_batch.num_sequences)
+        found = [rows.old_log_probs[row].tolist() for rows, share in shares for part in share.micro_batches for row in part]
+        assert sorted(found) == sorted(batch.old_log_probs[mini_batch.rows].tolist())
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_scores_come_back_in_the_order_of_the_rows(ranks: int, limit: MicroBatchLimit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_they_are(pending: list[Any]) -> list[Any]:
+        return pending
+
+    monkeypatch.setattr(rank_group, "wait_for_all", as_they_are)
+    monkeypatch.setattr(rank_group, "longest_busy", lambda pending: 0.0)
+    batch = make_train_batch(LENGTHS)
+    (scores,) = group_of(ranks).score("lengths", batch.tokens, limit)
+    assert scores[:, 0].tolist() == LENGTHS

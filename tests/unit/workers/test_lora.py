@@ -1,0 +1,36 @@
+"""LoRA in the actor: without its adapters it is the model it was made from."""
+
+from pathlib import Path
+
+import torch
+from small_models import free_port, make_tokens, small_run_config
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM
+
+from verl_rc.distributed.mesh import RankAddress
+from verl_rc.workers.policy_worker import PolicyWorker
+
+MODEL = "actor_rollout_ref.model"
+
+
+def test_the_reference_is_the_base_model_however_far_the_adapters_went(model_folder: Path) -> None:
+    config = small_run_config(model_folder, f"{MODEL}.lora_rank=2", "actor_rollout_ref.actor.use_kl_loss=True")
+    tokens = make_tokens([3, 6], [7, 2])
+    worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)
+    try:
+        for name, parameter in worker.model.module.named_parameters():
+            if ".lora_" in name:
+                torch.nn.init.constant_(parameter.detach().to_local(), 0.2)  # type: ignore[attr-defined]
+        (reference,) = worker.compute_reference_log_probs(tokens, [[0], [1]])
+        current = worker.compute_log_probs(tokens, [[0, 1]])[0]
+    finally:
+        worker.close()
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    for row, (prompt, response) in enumerate([(3, 7), (6, 2)]):
+        ids = torch.cat([tokens.prompts[row, -prompt:], tokens.responses[row, :response]])
+        with torch.no_grad():
+            log_probs = log_softmax(base(ids[None]).logits[0].double(), dim=-1)
+        expected = [float(log_probs[place - 1, ids[place]]) for place in range(prompt, prompt + response)]
+        torch.testing.assert_close(reference[row, :response].double(), torch.tensor(expected).double(), atol=1e-5, rtol=0)
+        assert (reference[row, response:] == 0).all()
+        assert (current[row, :response] - reference[row, :response]).abs().max() > 0.1

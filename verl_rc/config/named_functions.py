@@ -1,0 +1,48 @@
+"""Functions that a configuration chooses by name: built-in ones, and those of users."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class NamedFunctions(Generic[Function]):
+    """Functions of one kind by name. Other names are looked up as ``module:function``."""
+
+    def __init__(self, kind: str, key: str, functions: Mapping[str, Function], aliases: Mapping[str, str] | None = None) -> None:
+        """``kind`` in words and the configuration's ``key`` are for messages; ``aliases``: further names of some of them."""
+        self._kind, self._key = kind, key
+        self._functions = dict(functions)
+        self._aliases = dict(aliases or {})
+
+    def names(self) -> tuple[str, ...]:
+        """All names, aliases last."""
+        return (*self._functions, *self._aliases)
+
+    def register(self, name: str) -> Callable[[Function], Function]:
+        """Decorator: the function below it is known as ``name``. Raises ``ValueError`` when another one has it."""
+
+        def register(function: Function) -> Function:
+            if name in self._aliases or self._functions.get(name, function) is not function:
+                raise ValueError(f"the {self._kind} {name!r} is registered already; choose another name")
+            self._functions[name] = function
+            return function
+
+        return register
+
+    def resolve(self, name: str) -> Function:
+        """The function called ``name``, or imported as ``module:function``. Raises ``ValueError`` when there is none."""
+        registered = self._functions.get(self._aliases.get(name, name))
+        if registered is not None:
+            return registered
+        module_name, separator, function_name = name.partition(":")
+        if not separator:
+            raise ValueError(f"{self._key} must be one of {', '.join(self.names())}, or 'module:function'; got {name!r}")
+        try:
+            function: Function = getattr(importlib.import_module(module_name), function_name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"the {self._kind} {name!r} must name a function in an importable module (is it on PYTHONPATH?): {error}"
+            ) from error
+        return function
