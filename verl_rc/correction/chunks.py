@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK_TOKENS = {"cpu": 32_768}
-"""Positions of a chunk by kind of device: on a CPU its temporaries stay in the cache, and PyTorch, which asks a second thread
-for anything larger, does not wait for one."""
-CHUNK_TOKENS_ELSEWHERE = 1 << 20
+_POSITIONS_ON_CPU = 65_536
+"""Two threads share the work (PyTorch asks a second one for more than 32,768 elements), and temporaries stay near the cache: a
+position takes up to 65 bytes of them."""
+_POSITIONS_ON_A_DEVICE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RowChunks:
     def of(cls, response_mask: Tensor) -> "RowChunks":
         """Chunks for a mask ``[B, T]``, at least one; rows of like length together where the host can read their lengths."""
         rows, width = response_mask.shape
-        positions = CHUNK_TOKENS.get(response_mask.device.type, CHUNK_TOKENS_ELSEWHERE)
+        positions = chunk_positions(response_mask.device)
         if not (rows and width and is_on_host(response_mask)):
             return cls([RowChunk(some, width) for some in _slices(rows, width, positions)], None)
         lengths, order = _reach(response_mask, positions).sort()
@@ -70,6 +70,11 @@ class RowChunks:
         """``[..., B]`` in the rows' own order, from what was computed for each chunk."""
         joined = torch.cat(parts, dim=-1)
         return joined if self.places is None else joined.index_select(-1, self.places)
+
+
+def chunk_positions(device: torch.device) -> int:
+    """How many positions a chunk has at most, unless a single row has more."""
+    return _POSITIONS_ON_CPU if device.type == "cpu" else _POSITIONS_ON_A_DEVICE
 
 
 def is_on_host(values: Tensor) -> bool:

@@ -7,7 +7,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import apply, compute_rollout_correction, measure
-from verl_rc.correction.chunks import CHUNK_TOKENS
 
 FULL = {"rollout_is": "token", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_2.0,0.5"}
 
@@ -94,7 +93,7 @@ def test_chunks_of_rows_change_nothing(level: str, monkeypatch: pytest.MonkeyPat
         "scores": train[:, 0],
     }
     whole = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
-    monkeypatch.setitem(CHUNK_TOKENS, "cpu", 10)  # two rows at a time
+    monkeypatch.setattr("verl_rc.correction.chunks.chunk_positions", lambda _: 10)  # two rows at a time
     chunked = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
     assert whole.weights is not None
     assert chunked.weights is not None

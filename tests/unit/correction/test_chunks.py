@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_rc.correction.chunks import CHUNK_TOKENS, RowChunks
+from verl_rc.correction.chunks import RowChunks
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from verl_rc.correction.chunks import CHUNK_TOKENS, RowChunks
     ],
 )
 def test_sizes(reach: list[int], width: int, sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHUNK_TOKENS, "cpu", 9)
+    monkeypatch.setattr("verl_rc.correction.chunks.chunk_positions", lambda _: 9)
     mask = torch.zeros(len(reach), width, dtype=torch.bool)
     for row, last in enumerate(reach):
         mask[row, last // 2 : last] = True
@@ -36,7 +36,7 @@ def test_sizes(reach: list[int], width: int, sizes: list[tuple[int, int]], monke
 
 
 def test_without_numbers_to_read_rows_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHUNK_TOKENS, "cpu", 9)
+    monkeypatch.setattr("verl_rc.correction.chunks.chunk_positions", lambda _: 9)
     with FakeTensorMode():
         chunks = RowChunks.of(torch.zeros(5, 4, dtype=torch.bool))
     assert [chunk.rows for chunk in chunks] == [slice(0, 2), slice(2, 4), slice(4, 5)]
