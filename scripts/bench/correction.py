@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -87,7 +88,11 @@ def theirs(inputs: Inputs, fields: Mapping[str, object]) -> Candidate:
 
 
 def peak_bytes(candidate: Candidate) -> int:
-    """Most bytes of tensors alive at once that the call allocated, its results included."""
+    """Most bytes of tensors and arrays alive at once that the call allocated, its results included."""
+    tracemalloc.start()  # NumPy's arrays
+    candidate()
+    arrays = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = candidate()
     del result
@@ -96,7 +101,7 @@ def peak_bytes(candidate: Candidate) -> int:
         if event.name() == "[memory]":
             alive += event.nbytes()
             peak = max(peak, alive)
-    return peak
+    return peak + arrays
 
 
 def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: bool) -> None:

@@ -119,7 +119,7 @@ _PAPERS: Mapping[str, Preset] = {
     "trm": Preset(
         "sequences with a token of |log ratio| above 1, or a mean k3 above 0.01, are rejected",
         {"rollout_rs": "seq_max_k2,seq_mean_k3", "rollout_rs_threshold": "0.5,0.01"},
-        "arXiv:2512.23075, trust region masking",
+        "arXiv:2512.23075, trust region masking; the bounds are this project's",
     ),
     "seq_mask_tis": Preset(
         "geometric band [0.99, 1.01] for sequences, token weights without truncation for those kept",
@@ -134,22 +134,22 @@ _PAPERS: Mapping[str, Preset] = {
     "mis_po": Preset(
         "tokens outside [0.5, 2] and sequences with a geometric mean ratio outside [0.996, 1.001] are rejected; no weights",
         {"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.5_2.0,0.996_1.001"},
-        "Step-3.5-Flash report, MIS-PO",
+        "Step-3.5-Flash report, MIS-PO, with the sequence band of its ablations; the token band is this project's",
     ),
     "dppo_tv": Preset(
         "tokens whose probability differs by more than 0.15 are rejected",
         {"rollout_rs": "token_tv", "rollout_rs_threshold": 0.15},
-        "arXiv:2602.04879, DPPO with binary total variation, symmetric and as a filter",
+        "arXiv:2602.04879, DPPO with binary total variation, symmetric and as a filter, with the bound of verl's example",
     ),
     "dppo_kl": Preset(
         "tokens with a binary KL above 0.05 are rejected",
         {"rollout_rs": "token_bkl", "rollout_rs_threshold": 0.05},
-        "arXiv:2602.04879, DPPO with binary KL, symmetric and as a filter",
+        "arXiv:2602.04879, DPPO with binary KL, symmetric and as a filter, with the bound of verl's example",
     ),
     "opsm": Preset(
         "tokens with a negative advantage are rejected in sequences whose mean log-ratio rollout/train is above 0.5",
         {"rollout_opsm_threshold": 0.5},
-        "arXiv:2512.02556, DeepSeek-V3.2, off-policy sequence masking",
+        "arXiv:2512.02556, DeepSeek-V3.2, off-policy sequence masking, which names no bound",
     ),
     "prefix_is": Preset(
         "weights of a token: the product of the ratios up to it, truncated at 2",

@@ -12,16 +12,19 @@ LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 """Upper edges, in response tokens and inclusive, of the length buckets; the last bucket has none."""
 
 
-def accounting_columns(
-    ratio: LogRatio, decision: TokenDecision, resolved: ResolvedCorrection, advantages: Tensor | None
-) -> Columns:
-    """Response tokens the token rules keep; with full diagnostics also by sign of the advantage and by single rule."""
+def kept_column(ratio: LogRatio, decision: TokenDecision) -> Columns:
+    """Response tokens the token rules keep; and those that OPSM rejects."""
     kept = ratio.response_mask if decision.keep is None else ratio.response_mask & decision.keep
     columns = {"token_kept": true_per_row(kept)}
     if "opsm" in decision.rejected:
         columns["opsm"] = row_sum(decision.rejected["opsm"])
-    if not resolved.full:
-        return columns
+    return columns
+
+
+def accounting_columns(ratio: LogRatio, decision: TokenDecision, advantages: Tensor | None) -> Columns:
+    """Response tokens, and those of them that the token rules keep, by sign of the advantage; what only one rule rejects."""
+    kept = ratio.response_mask if decision.keep is None else ratio.response_mask & decision.keep
+    columns = {}
     for sign, compare in (("positive", torch.gt), ("negative", torch.lt)):
         where = None if advantages is None else ratio.response_mask & compare(advantages, 0)
         columns[f"{sign}.tokens"] = torch.zeros_like(ratio.tokens) if where is None else true_per_row(where)

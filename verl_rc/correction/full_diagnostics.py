@@ -5,7 +5,7 @@ import math
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction.accounting import LENGTH_EDGES
 from verl_rc.correction.context import NUM_AGES, NUM_TURNS
-from verl_rc.correction.histogram import percentile
+from verl_rc.correction.histogram import percentiles
 from verl_rc.correction.log_ratio import SAFETY_BOUND
 from verl_rc.correction.moments import Moments, Numbers, effective_sample_size
 from verl_rc.correction.tail import pareto_k
@@ -26,10 +26,10 @@ def full_metrics(numbers: Numbers, config: RolloutCorrectionConfig) -> dict[str,
 def _gap_metrics(numbers: Numbers, config: RolloutCorrectionConfig) -> dict[str, float]:
     """Percentiles of log-ratios of tokens, rows (``seq``) and row means (``geo``); exactness; the test for misalignment."""
     metrics = {
-        f"log_ratio{level}_p{percent}": percentile(counts, percent)
+        f"log_ratio{level}_p{percent}": value
         for level, counts in zip(("", "_seq", "_geo"), numbers.histograms, strict=True)
-        for percent in PERCENTS
         if any(counts)
+        for percent, value in percentiles(counts, PERCENTS).items()
     }
     metrics["log_ratio_abs_max"] = max(numbers.maxima["log_ratio_abs"], 0.0)
     metrics["log_ratio_exact_fraction"] = numbers.share("exact_tokens", "tokens")
@@ -89,7 +89,7 @@ def _weight_percentiles(numbers: Numbers, config: RolloutCorrectionConfig) -> di
     counts = numbers.histograms[levels[config.rollout_is]]
     if not any(counts):
         return {}
-    logs = {percent: percentile(counts, percent) for percent in PERCENTS}
+    logs = percentiles(counts, PERCENTS)
     metrics = {f"rollout_is_p{percent}": math.exp(min(log, SAFETY_BOUND)) for percent, log in logs.items()}
     shape = pareto_k(counts)
     return metrics if shape is None else {**metrics, "rollout_is_pareto_k": shape}

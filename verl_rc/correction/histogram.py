@@ -1,7 +1,9 @@
 """A mergeable histogram of log-ratios, log-spaced on both sides of 0, and percentiles read from it."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -61,14 +63,10 @@ def bin_value(index: int) -> float:
     return math.copysign(math.sqrt(_edge(abs(step) - 1) * _edge(abs(step))), step)
 
 
-def percentile(counts: Sequence[float], percent: float) -> float:
-    """The log-ratio below or at which ``percent`` of what was counted lies (nearest rank); NaN when nothing was counted."""
-    rank = percent / 100 * math.fsum(counts)
-    if not any(counts):
-        return math.nan
-    seen = 0.0
-    for index, count in enumerate(counts):
-        seen += count
-        if count and seen >= rank:
-            return bin_value(index)
-    return bin_value(max(index for index, count in enumerate(counts) if count))
+def percentiles(counts: Sequence[float], percents: Sequence[float]) -> dict[float, float]:
+    """By percent the log-ratio below or at which that share of what was counted lies (nearest rank); NaN: nothing was."""
+    below = list(accumulate(counts))
+    if not below[-1]:
+        return dict.fromkeys(percents, math.nan)
+    ranks = {percent: max(percent / 100 * below[-1], math.ulp(0.0)) for percent in percents}
+    return {percent: bin_value(bisect_left(below, min(rank, below[-1]))) for percent, rank in ranks.items()}

@@ -7,11 +7,41 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from verl_rc.correction.chunks import RowChunk
+
 SAFETY_BOUND = 20.0
 """Log-ratios (or their sums and means) are bounded by ±20 before exp: e^20 = 4.85e8."""
 
 PROBABILITY_MARGIN = 1e-8
 """Probabilities are kept this far from 0 and 1 before their logarithms are taken."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of the sampled tokens under two policies. Raises ``ValueError`` unless all three have one shape ``[B, T]``."""
+
+    train: Tensor
+    """Under the train policy, nats."""
+    rollout: Tensor
+    """Under the rollout policy, nats."""
+    response_mask: Tensor
+    """True (or not 0) for tokens the policy produced."""
+
+    def __post_init__(self) -> None:
+        if not self.train.shape == self.rollout.shape == self.response_mask.shape or self.train.ndim != 2:
+            raise ValueError(
+                "train_log_probs, rollout_log_probs and response_mask must have one shape [B, T]; got "
+                f"{list(self.train.shape)}, {list(self.rollout.shape)} and {list(self.response_mask.shape)}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights: the more precise of the two, float32 at least."""
+        return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
+
+    def ratio(self, chunk: RowChunk) -> "LogRatio":
+        """The log-ratios of some rows."""
+        return log_ratio(chunk.of(self.train), chunk.of(self.rollout), chunk.of(self.response_mask))
 
 
 @dataclass(frozen=True)
@@ -191,15 +221,6 @@ def true_per_row(where: Tensor) -> Tensor:
 def row_sum(values: Tensor) -> Tensor:
     """Sum of each row ``[B, T]``, added up in float64, ``[B]``."""
     return values.sum(dim=-1, dtype=torch.float64)
-
-
-def check_shapes(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> None:
-    """Raise ``ValueError`` unless all three have one shape ``[B, T]``."""
-    if not train_log_probs.shape == rollout_log_probs.shape == response_mask.shape or train_log_probs.ndim != 2:
-        raise ValueError(
-            "train_log_probs, rollout_log_probs and response_mask must have one shape [B, T]; got "
-            f"{list(train_log_probs.shape)}, {list(rollout_log_probs.shape)} and {list(response_mask.shape)}"
-        )
 
 
 def log_ratio(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> LogRatio:

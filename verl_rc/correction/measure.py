@@ -6,26 +6,15 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction.accounting import accounting_columns, accounting_sums
-from verl_rc.correction.chunks import RowChunks
-from verl_rc.correction.context import NUM_AGES, NUM_TURNS, RowContext
+from verl_rc.correction.accounting import accounting_sums
+from verl_rc.correction.context import RowContext
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, check_shapes, log_ratio
-from verl_rc.correction.rejection import BoundedRule, TokenDecision, decide_tokens, row_keep, row_statistic
+from verl_rc.correction.log_ratio import SAFETY_BOUND, LogProbs
+from verl_rc.correction.rejection import BoundedRule, row_keep, row_statistic
 from verl_rc.correction.resolved import ResolvedCorrection
-from verl_rc.correction.rows import (
-    Columns,
-    TokenWeights,
-    age_columns,
-    deciding_columns,
-    describing_columns,
-    join,
-    real_rows,
-    token_rule_columns,
-    turn_columns,
-    weight_columns,
-)
+from verl_rc.correction.rows import Columns, real_rows
 from verl_rc.correction.statistics import CorrectionStatistics
+from verl_rc.correction.sweep import sweep
 from verl_rc.correction.weight_statistics import prompt_columns, weight_maxima, weight_sums
 
 
@@ -41,76 +30,17 @@ def measure(
     ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises ``ValueError`` when
     shapes differ.
     """
-    check_shapes(train_log_probs, rollout_log_probs, response_mask)
-    resolved, context = ResolvedCorrection.of(config), context or RowContext()
+    log_probs, resolved = LogProbs(train_log_probs, rollout_log_probs, response_mask), ResolvedCorrection.of(config)
+    context = context or RowContext()
     context.check(train_log_probs.shape)
     with torch.no_grad():
-        sweep = Sweep(resolved, RowChunks.of(response_mask))
-        for chunk in sweep.chunks:
-            ratio = log_ratio(chunk.of(train_log_probs), chunk.of(rollout_log_probs), chunk.of(response_mask))
-            facts = context.of(chunk)
-            sweep.add(ratio, decide_tokens(ratio, resolved.rules, resolved.config, facts.advantages), facts)
-            weights = token_level_weights(ratio, resolved)
-            if weights is not None:
-                sweep.add_weights(ratio, weights)
-            del ratio, weights  # else two chunks' temporaries live side by side
-        return sweep.statistics(context)
+        return statistics_of(*sweep(log_probs, resolved, context), resolved, context)
 
 
-def token_level_weights(ratio: LogRatio, resolved: ResolvedCorrection) -> TokenWeights | None:
-    """Weights of some rows; None when a row has one weight or none."""
-    if not resolved.has_token_weights:
-        return None
-    assert resolved.threshold is not None
-    return TokenWeights.of(ratio, resolved.config, resolved.threshold)
-
-
-class Sweep:
-    """Collects per-row columns chunk by chunk, then computes the statistics of all rows from them."""
-
-    def __init__(self, resolved: ResolvedCorrection, chunks: RowChunks) -> None:
-        self.chunks = chunks
-        """To be added in this order."""
-        self._resolved = resolved
-        self._parts: list[Columns] = []
-        self._columns: Columns = {}
-        self._histogram: Tensor | None = None
-
-    def add(self, ratio: LogRatio, decision: TokenDecision, context: RowContext) -> None:
-        """Look at the tokens of one chunk, and at what the token rules say about them."""
-        resolved, full = self._resolved, self._resolved.full
-        columns = deciding_columns(ratio, resolved.rules, resolved.config)
-        columns |= describing_columns(ratio, full)
-        for bounded in resolved.rules:
-            if bounded.rule.is_per_token:
-                columns |= token_rule_columns(ratio, bounded)
-        columns |= accounting_columns(ratio, decision, resolved, context.advantages)
-        if full:
-            columns |= age_columns(ratio, context.ages(ratio.response_mask), NUM_AGES)
-            columns |= turn_columns(ratio, NUM_TURNS)
-            counts = log_ratio_histogram(ratio.values, ratio.ones)
-            self._histogram = counts if self._histogram is None else self._histogram + counts
-        self._parts.append(columns)
-
-    def add_weights(self, ratio: LogRatio, weights: TokenWeights) -> None:
-        """Look at the token-level weights of the chunk added last."""
-        assert self._resolved.threshold is not None
-        self._parts[-1] |= weight_columns(ratio, weights, self._resolved.threshold, self._resolved.full)
-
-    def columns(self) -> Columns:
-        """The columns of all rows."""
-        if not self._columns:
-            self._columns = join(self._parts, self.chunks)
-        return self._columns
-
-    def statistics(self, context: RowContext) -> CorrectionStatistics:
-        """The statistics of all rows."""
-        return _statistics(self.columns(), self._histogram, self._resolved, context)
-
-
-def _statistics(
+def statistics_of(
     columns: Columns, histogram: Tensor | None, resolved: ResolvedCorrection, context: RowContext
 ) -> CorrectionStatistics:
+    """Statistics of all rows from their columns and, with full diagnostics, the histogram of their log-ratios."""
     kept_rows = row_keep(columns, resolved.rules, resolved.config)
     sums, maxima = _gap(columns, resolved.full)
     if resolved.threshold is not None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.correction.chunks import RowChunks
-from verl_rc.correction.log_ratio import LogRatio, check_shapes, log_ratio
+from verl_rc.correction.log_ratio import LogProbs, LogRatio
 
 
 def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
@@ -14,12 +14,11 @@ def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response
     mean, largest, population standard deviation; and Pearson's correlation of the two. A mean above 0.01 points to the
     engine's precision. Without any token only ``..._valid`` = 0 is returned; where one side is constant, no correlation.
     """
-    check_shapes(train_log_probs, rollout_log_probs, response_mask)
+    log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
     parts, largest = [], []
     with torch.no_grad():
         for chunk in RowChunks.of(response_mask):
-            ratio = log_ratio(chunk.of(train_log_probs), chunk.of(rollout_log_probs), chunk.of(response_mask))
-            sums, maximum = _sums(ratio)
+            sums, maximum = _sums(log_probs.ratio(chunk))
             parts.append(sums)
             largest.append(maximum)
     total = torch.cat([torch.stack(parts).sum(dim=0), torch.stack(largest).amax()[None]])

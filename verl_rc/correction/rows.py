@@ -14,6 +14,7 @@ from verl_rc.correction.chunks import RowChunks, is_on_host
 from verl_rc.correction.importance import bounded_excess, token_log_weights
 from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, holds, row_count, row_sum, true_per_row
 from verl_rc.correction.rejection import BoundedRule, row_aggregates
+from verl_rc.correction.resolved import ResolvedCorrection
 
 Columns = dict[str, Tensor]
 """Columns ``[B]``, or several as ``[n, B]``, by name, float64 once they are joined: sums over a row's valid tokens; ``*.max``
@@ -36,8 +37,10 @@ class TokenWeights:
     """float64 ``[B, T]``: the same, with what ``nonfinite_logprob=neutral`` gives to tokens that are not valid."""
 
     @classmethod
-    def of(cls, ratio: LogRatio, config: RolloutCorrectionConfig, threshold: Threshold) -> "TokenWeights":
+    def of(cls, ratio: LogRatio, resolved: ResolvedCorrection) -> "TokenWeights":
         """Weights of level ``token`` or ``prefix``."""
+        config, threshold = resolved.config, resolved.threshold
+        assert threshold is not None
         logs, prefix = token_log_weights(ratio, config), config.rollout_is == "prefix"
         raw = torch.expm1(logs.clamp(-SAFETY_BOUND, SAFETY_BOUND)) if prefix else ratio.excess
         excess = bounded_excess(raw, threshold)

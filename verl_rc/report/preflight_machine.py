@@ -36,6 +36,7 @@ PACKAGES = (
     "peft",
     "safetensors",
     "math-verify",
+    "numba",
     "wandb",
 )
 """Distributions that every run imports, beside an engine."""

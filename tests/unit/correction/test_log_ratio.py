@@ -4,7 +4,7 @@ import pytest
 import torch
 from appendix_a import rows
 
-from verl_rc.correction.log_ratio import check_shapes, log_ratio
+from verl_rc.correction.log_ratio import LogProbs, log_ratio
 
 
 @pytest.mark.parametrize("masked", [float("nan"), float("-inf"), 5.0])
@@ -33,4 +33,4 @@ def test_a_token_without_a_finite_log_prob_is_not_valid() -> None:
 
 def test_shapes_that_differ_are_named() -> None:
     with pytest.raises(ValueError, match=r"\[2, 3\], \[2, 4\] and \[2, 3\]"):
-        check_shapes(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 3))
+        LogProbs(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 3))
