@@ -41,6 +41,7 @@ def write_tiny_model(folder: Path, *options: str) -> Path:
 
 def write_checkpoint(config: RunConfig, folder: Path) -> SmallCheckpoint:
     """Change every trained weight of the actor (and of the critic, if there is one) and save what a run would save."""
+    torch.manual_seed(0)  # adapters begin at random, whatever ran before in this process
     weights: dict[str, dict[str, Tensor]] = {}
     outputs: dict[str, Tensor] = {}
     kinds: dict[str, Callable[..., Any]] = {"actor": PolicyWorker} | ({"critic": CriticWorker} if config.needs_critic else {})
