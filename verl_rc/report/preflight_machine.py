@@ -22,6 +22,7 @@ from verl_rc.report.memory import (
     gpu_peaks,
     host_bytes,
 )
+from verl_rc.workers.memory import host_memory
 
 PACKAGES = (
     "torch",
@@ -189,8 +190,7 @@ def uses_gpus(config: RunConfig) -> bool:
 
 def available_host_bytes() -> int:
     """Memory that new processes of this machine, or of this container, can have."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    available = int(fields["MemAvailable"].split()[0]) << 10
+    available = host_memory()["MemAvailable"]
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.is_file() and used.is_file() and limit.read_text(encoding="utf-8").strip() != "max":
         available = min(available, int(limit.read_text(encoding="utf-8")) - int(used.read_text(encoding="utf-8")))

@@ -27,6 +27,7 @@ from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.learner import Learner
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
+from verl_rc.workers.memory import memory_metrics
 from verl_rc.workers.orders import UpdateOrder, UpdateReport
 from verl_rc.workers.precision import torch_dtype
 from verl_rc.workers.rows import accumulate_gradients, score_rows, take_rows
@@ -118,6 +119,7 @@ class PolicyWorker(Learner):
                     self.model.discard_gradients()
         records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
+        records += memory_metrics(self._device)
         if self._address.rank == 0:
             skipped = sum(kept == 0 for kept in kept_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))

@@ -61,6 +61,24 @@ SPECS = (
         "perf/rollout_tokens_per_second", "tokens/s", "tokens sampled / seconds the slowest engine computed", emitted_by="driver"
     ),
     MetricSpec(
+        "perf/cpu_memory_used_gb",
+        "GiB",
+        "memory of the machine that new processes cannot have, after the actor's update; the largest over its ranks",
+        emitted_by="workers",
+    ),
+    MetricSpec(
+        "perf/max_memory_allocated_gb",
+        "GiB",
+        "most memory of a GPU that the actor's tensors ever took, the largest over its ranks",
+        emitted_by="workers",
+    ),
+    MetricSpec(
+        "perf/max_memory_reserved_gb",
+        "GiB",
+        "most memory of a GPU that the actor's allocator ever held, the largest over its ranks",
+        emitted_by="workers",
+    ),
+    MetricSpec(
         "perf/overhead_fraction",
         "1",
         "share of the step in which no worker computed: 1 − Σ timing_busy_s / timing_s/step",
