@@ -29,8 +29,8 @@ way.
 
 A refused key ends the run with exit code 2 before anything starts; the message holds the line to write. `+key=value` of verl
 recipes is taken as `key=value` where the key is known. Column names of data files, names of metrics (`rollout_corr/*`,
-`actor/*`, `critic/*`, `timing_s/*`) and the signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it
-was in earlier releases.
+`actor/*`, `critic/*`, `timing_s/*`) and the signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*`
+here, as it was in earlier releases.
 
 `scripts/generate_migration_docs.py` writes this page from `verl_rc/config/refused.py` and
 `verl_rc/config/verl_keys.py`, and by translating the examples below.

@@ -93,9 +93,11 @@ def apply(
     ``[B, T]`` are needed by rules that look at their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
     """
     log_probs, resolved = LogProbs(train_log_probs, rollout_log_probs, response_mask), ResolvedCorrection.of(config)
+    context = RowContext(advantages=advantages)
+    context.check(train_log_probs.shape)
     with torch.no_grad():
         outputs = TokenOutputs.like(log_probs, resolved)
-        columns, _ = sweep(log_probs, resolved, RowContext(advantages=advantages), outputs, describe=False)
+        columns, _ = sweep(log_probs, resolved, context, outputs, describe=False)
         _finish(outputs, columns, statistics, resolved)
     return outputs.weights, outputs.keep
 

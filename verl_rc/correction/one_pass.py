@@ -40,15 +40,16 @@ _POSITIONS_PER_SPAN = 1 << 17
 
 
 def one_pass(
-    log_probs: LogProbs, resolved: ResolvedCorrection, context: RowContext, outputs: TokenOutputs | None
+    log_probs: LogProbs, resolved: ResolvedCorrection, context: RowContext, outputs: TokenOutputs | None, *, full: bool
 ) -> tuple[Columns, Tensor | None]:
-    """Columns ``[B]`` of all rows and, with full diagnostics, the histogram of token log-ratios.
+    """Columns ``[B]`` of all rows and, with ``full`` diagnostics, the histogram of token log-ratios.
 
-    Fills ``outputs``. For the configurations that ``sweep`` sends here.
+    Fills ``outputs``. For the configurations that ``sweep`` sends here. Arguments that are not contiguous, or of another type
+    than the loops read, are copied.
     """
-    batch, dtype = _batch(log_probs, resolved, context, outputs), log_probs.dtype
+    batch, dtype = _batch(log_probs, context if full else RowContext(), outputs), log_probs.dtype
     rules = [bounded for bounded in resolved.rules if bounded.rule.is_per_token]
-    plan, bounds = _plan(resolved, context, dtype), _bounds(rules, dtype)
+    plan, bounds = _plan(resolved, context, dtype, full), _bounds(rules, dtype)
     lines = np.zeros((AT_RULES + len(rules) * RULE_LINES, len(log_probs.train)))
     spans = iter(_spans(log_probs.train))
     threads = min(torch.get_num_threads(), 1 + log_probs.train.numel() // _POSITIONS_PER_THREAD)
@@ -64,7 +65,7 @@ def one_pass(
     for other in others:
         other.result()
     columns = dict(_named(torch.from_numpy(lines), rules))
-    if not resolved.full:
+    if not full:
         return columns, None
     histogram = torch.from_numpy(counts.sum(axis=0)).double()
     histogram[BINS_PER_SIDE] -= histogram.sum() - columns["tokens"].sum()  # tokens that are not valid were counted as 0
@@ -78,7 +79,7 @@ def _spans(values: Tensor) -> list[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _batch(log_probs: LogProbs, resolved: ResolvedCorrection, context: RowContext, outputs: TokenOutputs | None) -> Batch:
+def _batch(log_probs: LogProbs, context: RowContext, outputs: TokenOutputs | None) -> Batch:
     """Arrays that share the tensors' memory."""
 
     def array(tensor: Tensor | None, dtype: torch.dtype) -> NDArray[Any]:
@@ -91,14 +92,14 @@ def _batch(log_probs: LogProbs, resolved: ResolvedCorrection, context: RowContex
         train=array(log_probs.train, dtype),
         rollout=array(log_probs.rollout, dtype),
         mask=array(log_probs.response_mask.bool().view(torch.uint8), torch.uint8),
-        weights=array(None if outputs is None else outputs.weights, dtype),
-        keep=array(None if outputs is None else outputs.keep.view(torch.uint8), torch.uint8),
-        advantages=array(context.advantages if resolved.full else None, dtype),
-        versions=array(versions if resolved.full else None, torch.int64),
+        weights=array(None, dtype) if outputs is None or outputs.weights is None else outputs.weights.numpy(),
+        keep=array(None, torch.uint8) if outputs is None else outputs.keep.view(torch.uint8).numpy(),
+        advantages=array(context.advantages, dtype),
+        versions=array(versions, torch.int64),
     )
 
 
-def _plan(resolved: ResolvedCorrection, context: RowContext, dtype: torch.dtype) -> Plan:
+def _plan(resolved: ResolvedCorrection, context: RowContext, dtype: torch.dtype, full: bool) -> Plan:
     threshold, veto = resolved.threshold, resolved.config.rollout_token_veto_threshold
     lower, upper = (None, math.inf) if threshold is None else (threshold.lower, threshold.upper)
     by_row = {bounded.rule.divergence for bounded in resolved.rules if not bounded.rule.is_per_token}
@@ -112,7 +113,7 @@ def _plan(resolved: ResolvedCorrection, context: RowContext, dtype: torch.dtype)
         log_veto=-math.inf if veto is None else _rounded(math.log(veto), dtype),
         sums_k2="k2" in by_row,
         sums_k3="k3" in by_row,
-        full=resolved.full,
+        full=full,
         current_version=0 if context.current_version is None else int(context.current_version),
         bits=np.empty(0, np.int32) if dtype == torch.float32 else np.empty(0, np.int64),
     )

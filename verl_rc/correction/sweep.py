@@ -43,7 +43,7 @@ def sweep(
     if fits_one_pass(log_probs, resolved):
         from verl_rc.correction.one_pass import one_pass  # noqa: PLC0415  (brings a compiler along)
 
-        return one_pass(log_probs, resolved, context, outputs)
+        return one_pass(log_probs, resolved, context, outputs, full=resolved.full and describe)
     return _chunk_by_chunk(log_probs, resolved, context, outputs, describe)
 
 

@@ -4,7 +4,9 @@ They add up what ``rows``, ``rejection`` and ``importance`` add up tensor by ten
 together. Sums are float64. Every function that adds up names what it returns in the tuple of capitals before it.
 """
 
+import warnings
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import numba
@@ -25,6 +27,14 @@ Integers = NDArray[np.int32] | NDArray[np.int64]
 _OPTIONS = {"fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
 """Sums may be taken in any order, so that the compiler uses vector instructions. Divisions by 0 are what they are in NumPy."""
 
+_OF_OTHER_FILES = (20.0, 5, 5, 468, 2.0**-25)
+"""What the machine code takes from other files. What is kept on disk is renewed when this file changes, and only then."""
+if _OF_OTHER_FILES != (SAFETY_BOUND, NUM_AGES, NUM_TURNS, BINS_PER_SIDE, SMALLEST):
+    raise RuntimeError(
+        f"_OF_OTHER_FILES must hold SAFETY_BOUND, NUM_AGES, NUM_TURNS, BINS_PER_SIDE and SMALLEST, got {_OF_OTHER_FILES}: change "
+        f"it with them in {__file__}, so that machine code of before is not used"
+    )
+
 DIVERGENCES = ("k1", "k2", "k3")
 """What a rule looks at; the loops know it by its place here."""
 K1, K2, K3 = 0, 1, 2
@@ -39,13 +49,25 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
     return compiled
 
 
-def _compiled_for_python(function: Callable[P, R]) -> Callable[P, R]:
-    """Machine code for the types it is first called with, kept on disk for the next process; other threads run meanwhile."""
-    compiled: Callable[P, R]
+def _compiled_for_python(function: Callable[P, None]) -> Callable[P, None]:
+    """Machine code for the types it is called with, kept on disk for the next process; other threads run meanwhile."""
+    fresh: Callable[P, None] = numba.njit(**_OPTIONS, nogil=True)(function)
     try:
-        compiled = numba.njit(**_OPTIONS, nogil=True, cache=True)(function)
+        kept: Callable[P, None] = numba.njit(**_OPTIONS, nogil=True, cache=True)(function)
     except RuntimeError:  # Numba finds no folder that it may write to
-        compiled = numba.njit(**_OPTIONS, nogil=True)(function)
+        return fresh
+
+    def compiled(*arguments: P.args, **named: P.kwargs) -> None:
+        try:
+            kept(*arguments, **named)
+        except (OSError, EOFError, UnpicklingError) as error:  # before anything has run: a full disk, a file cut short
+            warnings.warn(
+                f"machine code kept by Numba must be readable and writable, got {error!r}: it is compiled anew in this process. "
+                "Delete its *.nbi and *.nbc files, or name another folder with NUMBA_CACHE_DIR",
+                stacklevel=2,
+            )
+            fresh(*arguments, **named)
+
     return compiled
 
 
@@ -220,7 +242,7 @@ def _weigh(logs: Floats, ones: Floats, excess: Doubles, weights: Doubles, plan: 
 @_compiled
 def _row_weight(column: Doubles, plan: Plan) -> float:
     """Weight of a whole row after the threshold."""
-    log = column[2] if plan.weighs == SEQUENCES else column[2] / max(column[0], 1.0)
+    log = column[_LOG_RATIO] if plan.weighs == SEQUENCES else column[_LOG_RATIO] / max(column[_TOKENS], 1.0)
     weight: float = np.exp(min(max(log, -SAFETY_BOUND), SAFETY_BOUND))
     if plan.is_band:
         return weight if (weight >= plan.lowest) & (weight <= plan.highest) else 0.0
@@ -365,7 +387,7 @@ def _split(row: Row, buckets: Bytes, k3: Doubles, column: Doubles, parts: Double
         strangers += 1 if buckets[t] != buckets[0] else 0
     if strangers == 0 and len(buckets) > 0:
         bucket = buckets[0]
-        parts[bucket], parts[count + bucket], parts[2 * count + bucket] = column[0], column[2], _total(k3)
+        parts[bucket], parts[count + bucket], parts[2 * count + bucket] = column[_TOKENS], column[_LOG_RATIO], _total(k3)
         return
     for t in range(len(buckets)):
         parts[buckets[t]] += np.float64(row.ones[t])
@@ -393,6 +415,7 @@ NAMES = (
     "token_kept", *SIGNS, *AGE,
 )  # fmt: skip
 """Lines of the columns. Behind them: ages and turns (``_split``), then of each rule for tokens ``RULE``, ``EXTREMES``, alone."""
+_TOKENS, _LOG_RATIO = GAP.index("tokens"), GAP.index("log_ratio")
 _AT_EXTREMES = len(GAP)
 _AT_EXPONENTIALS = _AT_EXTREMES + len(EXTREMES)
 _AT_WEIGHTS = _AT_EXPONENTIALS + len(EXPONENTIALS)
@@ -414,7 +437,7 @@ def _put(column: Doubles, line: int, values: tuple[float, ...]) -> None:
 @_compiled
 def _put_extremes(column: Doubles, line: int, values: Floats, bits: Integers, ones: Floats) -> None:
     """``EXTREMES`` of a row; -inf if it has no valid token."""
-    _put(column, line, _extremes(values, bits, ones) if column[0] > 0.0 else (-np.inf, -np.inf))
+    _put(column, line, _extremes(values, bits, ones) if column[_TOKENS] > 0.0 else (-np.inf, -np.inf))
 
 
 @_compiled
@@ -440,8 +463,9 @@ def _judge_all(row: Row, plan: Plan, rules: Rules, column: Doubles) -> None:
     for kind, line, wanted in ((K2, _AT_ROW_RULES, plan.sums_k2), (K3, _AT_ROW_RULES + 2, plan.sums_k3)):
         if wanted:
             _divergence(kind, row.bounded, row.excess, values)
-            _put_extremes(column, line, values, values.view(np.int64), row.ones)
-            column[line], column[line + 1] = _total(values), max(column[line], 0.0)
+            column[line] = _total(values)
+            if column[_TOKENS] > 0.0:
+                column[line + 1] = max(_extremes(values, values.view(np.int64), row.ones)[0], 0.0)
     for n in range(len(rules.kinds)):
         line = AT_RULES + n * RULE_LINES
         _divergence(rules.kinds[n], row.bounded, row.excess, values)

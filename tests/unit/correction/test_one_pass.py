@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_rc.correction import CorrectionResult, compute_rollout_correction
+from verl_rc.correction import CorrectionResult, apply, compute_rollout_correction
 
 RULES = {"rollout_rs": "token_k1,token_k2,token_k3,seq_mean_k3,seq_max_k2,seq_sum_k1"}
 BOUNDS = {"rollout_rs_threshold": "0.8_1.3,0.05,0.06,0.06,0.6,0.01_100"}
@@ -58,10 +58,14 @@ def assert_same(found: CorrectionResult, expected: CorrectionResult) -> None:
     assert torch.equal(found.statistics.histogram, expected.statistics.histogram)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("diagnostics", ["core", "full"])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_the_same_as_tensor_by_tensor(batch: dict[str, torch.Tensor], config: dict[str, object], diagnostics: str) -> None:
+def test_the_same_as_tensor_by_tensor(
+    batch: dict[str, torch.Tensor], config: dict[str, object], diagnostics: str, dtype: torch.dtype
+) -> None:
     config = {**config, "diagnostics": diagnostics}
+    batch = {**batch, **{name: batch[name].to(dtype) for name in ("train_log_probs", "rollout_log_probs")}}
     assert_same(correct(batch, config, 0), correct(batch, config, 1 << 60))
 
 
@@ -99,3 +103,15 @@ def test_inputs_are_left_as_they_are_and_carry_no_gradient(batch: dict[str, torc
     result = correct({**batch, "train_log_probs": train}, CONFIGS[1], 0)
     assert not result.weights.requires_grad
     assert torch.equal(train.nan_to_num(), batch["train_log_probs"].nan_to_num())
+
+
+def test_apply_finds_the_same_and_looks_at_nothing_else(batch: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**CONFIGS[1], "diagnostics": "full"}
+    whole = correct(batch, config, 0)
+    monkeypatch.setattr("verl_rc.correction.sweep.SMALLEST_PASS", 0)
+    names = ("train_log_probs", "rollout_log_probs", "response_mask")
+    weights, keep = apply(*(batch[name] for name in names), config, whole.statistics, batch["advantages"])
+    assert torch.equal(weights, whole.weights)
+    assert torch.equal(keep, whole.keep_mask)
+    with pytest.raises(ValueError, match="advantages must have shape"):
+        apply(*(batch[name] for name in names), config, whole.statistics, batch["advantages"][:2])

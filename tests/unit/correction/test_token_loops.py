@@ -1,5 +1,6 @@
 """The compiled loops where tensor code has a function of its own to compare with."""
 
+import importlib
 import math
 
 import numpy as np
@@ -44,3 +45,37 @@ def test_turns() -> None:
     buckets = np.full(14, 9, np.uint8)
     python(token_loops._turns)(np.array([0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0, 1], np.uint8), buckets)
     assert buckets[[1, 2, 4, 7, 9, 11, 13]].tolist() == [0, 0, 1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("error", [EOFError("Ran out of input"), OSError("No space left on device")])
+def test_machine_code_that_cannot_be_kept_is_made_anew(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def njit(cache: bool = False, **_: object) -> object:
+        def fail(*_: object) -> None:
+            raise error
+
+        return lambda function: fail if cache else function
+
+    monkeypatch.setattr("verl_rc.correction.token_loops.numba.njit", njit)
+    seen: list[int] = []
+    compiled = token_loops._compiled_for_python(seen.append)
+    with pytest.warns(UserWarning, match="NUMBA_CACHE_DIR"):
+        compiled(3)
+    assert seen == [3]
+
+
+def test_without_a_folder_to_write_to_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def njit(cache: bool = False, **_: object) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr("verl_rc.correction.token_loops.numba.njit", njit)
+    assert token_loops._compiled_for_python(math.sqrt) is math.sqrt
+
+
+def test_a_constant_changed_elsewhere_is_found_before_old_machine_code_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_rc.correction.log_ratio.SAFETY_BOUND", 10.0)
+    with pytest.raises(RuntimeError, match="change it with them"):
+        importlib.reload(token_loops)
+    monkeypatch.undo()
+    importlib.reload(token_loops)
