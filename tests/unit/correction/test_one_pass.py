@@ -13,6 +13,7 @@ CONFIGS = [
     {"rollout_is": "token", "rollout_is_threshold": "0.9_1.1", "rollout_is_batch_normalize": True},
     {"rollout_is": "token", "rollout_is_threshold": "1.1_1.2", "rollout_token_veto_threshold": 0.6},
     {"rollout_is": "sequence", "rollout_is_threshold": "0.3_3.0", "rollout_rs": "token_k3", "rollout_rs_threshold": 0.03},
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": "1.1_1.5"},
     {"rollout_is": "geometric", "rollout_is_threshold": 1.01, "bypass_mode": True},
 ]
 
