@@ -19,16 +19,6 @@ EARLIER_KEYS = [
     "algorithm.rollout_is_veto_threshold",
     "actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is",
 ]
-SOUND = [
-    "data.train_files=a.parquet",
-    "data.val_files=b.parquet",
-    "data.train_batch_size=32",
-    "actor_rollout_ref.model.path=org/model",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-    "actor_rollout_ref.actor.use_dynamic_bsz=True",
-    "actor_rollout_ref.rollout.n=2",
-    "algorithm.adv_estimator=grpo",
-]
 NUMBERS = ["0", "-1", "1", "2", "3", "7", "0.5", "1e-300", "1e300", "1e999", "nan", "-inf", str(10**30), "9" * 5000, "1_000"]
 WORDS = [
     "auto",

@@ -12,18 +12,21 @@ LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 """Upper edges, in response tokens and inclusive, of the length buckets; the last bucket has none."""
 
 
-def kept_column(ratio: LogRatio, decision: TokenDecision) -> Columns:
-    """Response tokens the token rules keep; and those that OPSM rejects."""
-    kept = ratio.response_mask if decision.keep is None else ratio.response_mask & decision.keep
+def kept_tokens(ratio: LogRatio, decision: TokenDecision) -> Tensor:
+    """bool ``[B, T]``: response tokens that the token rules keep."""
+    return ratio.response_mask if decision.keep is None else ratio.response_mask & decision.keep
+
+
+def kept_column(kept: Tensor, decision: TokenDecision) -> Columns:
+    """How many tokens are ``kept`` (bool ``[B, T]``); and those that OPSM rejects."""
     columns = {"token_kept": true_per_row(kept)}
     if "opsm" in decision.rejected:
         columns["opsm"] = row_sum(decision.rejected["opsm"])
     return columns
 
 
-def accounting_columns(ratio: LogRatio, decision: TokenDecision, advantages: Tensor | None) -> Columns:
-    """Response tokens, and those of them that the token rules keep, by sign of the advantage; what only one rule rejects."""
-    kept = ratio.response_mask if decision.keep is None else ratio.response_mask & decision.keep
+def accounting_columns(ratio: LogRatio, kept: Tensor, decision: TokenDecision, advantages: Tensor | None) -> Columns:
+    """Response tokens, and those of them that are ``kept``, by sign of the advantage; what only one rule rejects."""
     columns = {}
     for sign, compare in (("positive", torch.gt), ("negative", torch.lt)):
         where = None if advantages is None else ratio.response_mask & compare(advantages, 0)

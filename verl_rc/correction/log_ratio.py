@@ -37,7 +37,7 @@ class LogProbs:
     @property
     def dtype(self) -> torch.dtype:
         """Of weights: the more precise of the two, float32 at least."""
-        return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
+        return _common_dtype(self.train, self.rollout)
 
     def ratio(self, chunk: RowChunk) -> "LogRatio":
         """The log-ratios of some rows."""
@@ -230,13 +230,17 @@ def log_ratio(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask:
     takes part in no statistic and has log-ratio 0 here. What stands outside the mask is never read.
     """
     mask = response_mask.bool()
-    dtype = torch.promote_types(torch.promote_types(train_log_probs.dtype, rollout_log_probs.dtype), torch.float32)
+    dtype = _common_dtype(train_log_probs, rollout_log_probs)
     train = train_log_probs.detach()
     difference = train.to(dtype) - rollout_log_probs.detach().to(dtype)
     values = finite(difference)
     response = as_numbers(mask, dtype)
     ones = holds(torch.eq, values, difference).mul_(response)
     return LogRatio(values.mul_(ones), ones, mask, response, train)
+
+
+def _common_dtype(train_log_probs: Tensor, rollout_log_probs: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(train_log_probs.dtype, rollout_log_probs.dtype), torch.float32)
 
 
 def _binary_kl(first: Tensor, second: Tensor) -> Tensor:

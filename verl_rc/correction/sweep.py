@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from verl_rc.correction.accounting import accounting_columns, kept_column
+from verl_rc.correction.accounting import accounting_columns, kept_column, kept_tokens
 from verl_rc.correction.chunks import RowChunk, RowChunks, is_on_host
 from verl_rc.correction.context import NUM_AGES, NUM_TURNS, RowContext
 from verl_rc.correction.histogram import log_ratio_histogram
@@ -61,18 +61,19 @@ def _chunk_by_chunk(
     for chunk in chunks:
         ratio, facts = log_probs.ratio(chunk), context.of(chunk)
         decision = decide_tokens(ratio, resolved.rules, resolved.config, facts.advantages)
+        kept = kept_tokens(ratio, decision)
         weights = TokenWeights.of(ratio, resolved) if resolved.has_token_weights else None
-        columns = deciding_columns(ratio, resolved.rules, resolved.config) | kept_column(ratio, decision)
+        columns = deciding_columns(ratio, resolved.rules, resolved.config) | kept_column(kept, decision)
         if describe:
             columns |= _description(ratio, decision, weights, resolved)
         if describe and resolved.full:
-            columns |= _splits(ratio, decision, facts)
+            columns |= _splits(ratio, kept, decision, facts)
             counts = log_ratio_histogram(ratio.values, ratio.ones)
             histogram = counts if histogram is None else histogram + counts
         parts.append(columns)
         if outputs is not None:
             _write(outputs, chunk, decision, _written(ratio, weights, columns, resolved))
-        del ratio, weights, decision  # else two chunks' temporaries live side by side
+        del ratio, weights, decision, kept  # else two chunks' temporaries live side by side
     return join(parts, chunks), histogram
 
 
@@ -119,8 +120,8 @@ def _description(ratio: LogRatio, decision: TokenDecision, weights: TokenWeights
     return columns
 
 
-def _splits(ratio: LogRatio, decision: TokenDecision, context: RowContext) -> Columns:
+def _splits(ratio: LogRatio, kept: Tensor, decision: TokenDecision, context: RowContext) -> Columns:
     """By sign of the advantage, single rule, age and turn."""
-    columns = accounting_columns(ratio, decision, context.advantages)
+    columns = accounting_columns(ratio, kept, decision, context.advantages)
     columns |= age_columns(ratio, context.ages(ratio.response_mask), NUM_AGES)
     return columns | turn_columns(ratio, NUM_TURNS)

@@ -475,19 +475,19 @@ def _judge_all(row: Row, plan: Plan, rules: Rules, column: Doubles) -> None:
 
 
 @_compiled
-def _split_all(row: Row, advantages: Floats, versions: NDArray[np.int64], plan: Plan, rules: Rules, column: Doubles) -> None:
-    """Columns by sign of the advantage, by age, by turn and by single rule."""
+def _split_all(batch: Batch, n: int, row: Row, plan: Plan, rules: Rules, column: Doubles) -> None:
+    """Columns of row ``n`` by sign of the advantage, by age, by turn and by single rule."""
     values, buckets = np.empty(len(row.mask)), np.empty(len(row.mask), np.uint8)
-    if len(advantages) == len(row.mask):
-        _put(column, _AT_KEPT + 1, _by_sign(row.mask, row.rejected, advantages))
-    for n in range(len(rules.kinds)):
-        _divergence(rules.kinds[n], row.bounded, row.excess, values)
-        alone = _count_alone(values, row.ones, row.rejected, (rules.lower[n], rules.upper[n], rules.zero[n]))
-        column[AT_RULES + (n + 1) * RULE_LINES - 1] = alone
+    if len(batch.advantages) > 0:
+        _put(column, _AT_KEPT + 1, _by_sign(row.mask, row.rejected, batch.advantages[n, : len(row.mask)]))
+    for rule in range(len(rules.kinds)):
+        _divergence(rules.kinds[rule], row.bounded, row.excess, values)
+        alone = _count_alone(values, row.ones, row.rejected, (rules.lower[rule], rules.upper[rule], rules.zero[rule]))
+        column[AT_RULES + (rule + 1) * RULE_LINES - 1] = alone
     _divergence(K3, row.bounded, row.excess, values)
     column[_AT_AGE + 1] = -np.inf
-    if len(versions) == len(row.mask):
-        _put(column, _AT_AGE, _ages(versions, plan.current_version, row.ones, buckets))
+    if len(batch.versions) > 0:
+        _put(column, _AT_AGE, _ages(batch.versions[n, : len(row.mask)], plan.current_version, row.ones, buckets))
         _split(row, buckets, values, column, column[AT_AGES:AT_TURNS])
     _turns(row.mask, buckets)
     _split(row, buckets, values, column, column[AT_TURNS:AT_RULES])
@@ -518,8 +518,5 @@ def sweep_rows(
             batch.keep[n, :end] = row.rejected == 0
             batch.keep[n, end:] = 1
         if plan.full:
-            no_advantages, no_versions = batch.advantages.reshape(-1)[:0], batch.versions.reshape(-1)[:0]
-            advantages = batch.advantages[n, :end] if len(batch.advantages) > 0 else no_advantages
-            versions = batch.versions[n, :end] if len(batch.versions) > 0 else no_versions
-            _split_all(row, advantages, versions, plan, rules, column)
+            _split_all(batch, n, row, plan, rules, column)
             _count_bins(logs.astype(np.float32).view(np.int32), counts)

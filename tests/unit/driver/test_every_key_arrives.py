@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from sound_run import sound_run
 
 from verl_rc.cluster import placement
 from verl_rc.cluster.ray_session import start_ray
@@ -30,22 +31,12 @@ from verl_rc.rollout.sampling import SamplingOptions
 from verl_rc.workers.optimizer import build_optimizer, build_scheduler
 
 PACKAGE = Path(stages.__file__).parents[1]
-SOUND = [
-    "data.train_files=a.parquet",
-    "data.val_files=b.parquet",
-    "data.train_batch_size=32",
-    "actor_rollout_ref.model.path=org/model",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-    "actor_rollout_ref.actor.use_dynamic_bsz=True",
-    "actor_rollout_ref.rollout.n=2",
-    "algorithm.adv_estimator=gae",
-]
 
 
 def load(overrides: str) -> RunConfig:
     given = overrides.split()
     keys = {override.partition("=")[0] for override in given}
-    return load_run_config([*(sound for sound in SOUND if sound.partition("=")[0] not in keys), *given])
+    return load_run_config([*sound_run("gae", without=keys), *given])
 
 
 def optimizer(config: OptimConfig) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fuzzed_overrides import SOUND, mistyped, typed
+from fuzzed_overrides import mistyped, typed
+from sound_run import sound_run
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
@@ -19,13 +20,13 @@ def refused(seed: int) -> list[str]:
     """Random overrides that a run refuses; every third time the data files alone are missing."""
     rng = random.Random(seed)
     while seed % 3:
-        overrides = [*SOUND, *rng.choice([typed, mistyped])(rng)]
+        overrides = [*sound_run(), *rng.choice([typed, mistyped])(rng)]
         overrides = [override for override in overrides if "\0" not in override and "\ud800" not in override]
         try:
             load_run_config(overrides)
         except ConfigError:
             return overrides
-    return SOUND
+    return sound_run()
 
 
 def start(overrides: list[str], folder: Path) -> "subprocess.Popen[str]":

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzed_overrides import SOUND, mistyped, typed
+from fuzzed_overrides import mistyped, typed
+from sound_run import sound_run
 
 from verl_rc.config.checks import check_files
 from verl_rc.config.errors import ConfigError
@@ -23,7 +24,7 @@ def outcome(overrides: list[str], folder: Path) -> str:
     """What a run does with ``overrides`` before it reads a file: the accepted plan, or the message."""
     keys = {override.lstrip("+").partition("=")[0] for override in overrides}
     try:
-        config = load_run_config([*(sound for sound in SOUND if sound.partition("=")[0] not in keys), *overrides])
+        config = load_run_config([*sound_run(without=keys), *overrides])
     except ConfigError as error:
         message = str(error)
         unclear = [line for line in message.splitlines() if not REASONS.search(line) and not line.startswith(("  ", "("))]
@@ -83,7 +84,7 @@ RUN_FILES = [
 def test_run_files_are_read_or_refused_with_a_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_bytes(content)
     try:
-        load_run_config([f"--config-dir={tmp_path}", "--config-name=mine", *SOUND])
+        load_run_config([f"--config-dir={tmp_path}", "--config-name=mine", *sound_run()])
     except ConfigError as error:
         message = str(error)
     else:
