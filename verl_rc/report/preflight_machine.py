@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from verl_rc.cluster.cores import usable_cores
 from verl_rc.config.run import RunConfig
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import (
@@ -94,7 +95,7 @@ def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
 
 
 def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
-    needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), os.cpu_count() or 1
+    needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), usable_cores()
     yield Finding.of(
         needed <= found,
         "cores",

@@ -58,7 +58,7 @@ def test_versions_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("cores", "status"), [(3, "ok"), (2, "failed")])
 def test_cores_for_ranks_and_engines(cores: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
     given: Given = {"trainer.n_gpus_per_node": 3, "actor_rollout_ref.rollout.n_gpus_per_node": 3}
     assert statuses(machine.check_devices(config_of(given))) == {"cores": status}
     assert statuses(machine.check_devices(config_of({}))) == {"cores": "ok"}
