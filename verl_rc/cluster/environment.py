@@ -6,14 +6,19 @@ from pathlib import Path
 
 _PACKAGE_ROOT = Path(__file__).absolute().parents[2]
 
-# Ray 2.60 would otherwise write a token file into the home folder, phone home, and hide GPUs from actors that
-# reserve none.
+# Ray 2.60 would otherwise write a token file into the home folder, phone home, hide GPUs from actors that reserve none, start
+# its workers at nice 15 (beside one busy program they would get 3 % of its core), and give up after 30 s (workers: 60 s) on a
+# machine that is busy.
 _RAY = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_open_telemetry": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_worker_register_timeout_seconds": "300",
 }
 
 _QUIET = {
@@ -23,13 +28,17 @@ _QUIET = {
     "PYTHONWARNINGS": "ignore",
 }
 
+_SLEEP_WHILE_WAITING = {"OMP_WAIT_POLICY": "passive"}
+"""On a busy CPU, OpenMP threads that spin while they wait make a step ten times slower."""
+
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 """Where everything is on one node, gloo and vLLM meet on its loopback interface."""
 
 
 def prepare_driver() -> None:
     """Set what must be there before ``import ray``; the user's own values win."""
-    for name, value in {**_RAY, "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}.items():
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
+    for name, value in {**_RAY, **quiet, **_SLEEP_WHILE_WAITING}.items():
         os.environ.setdefault(name, value)
 
 
@@ -44,8 +53,8 @@ def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
 
 
 def _threads(count: int) -> dict[str, str]:
-    """Threads that sleep while they wait: on a busy CPU, threads that spin make a step ten times slower."""
-    return {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")}
+    waiting = {name: os.environ.get(name, value) for name, value in _SLEEP_WHILE_WAITING.items()}
+    return {"OMP_NUM_THREADS": str(count), **waiting}
 
 
 def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[str, str]:

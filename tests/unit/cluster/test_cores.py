@@ -27,7 +27,9 @@ def test_without_a_limit_the_affinity_mask_decides() -> None:
     assert cores.usable_cores() == 64
 
 
-@pytest.mark.parametrize(("quota", "expected"), [("200000 100000", 2), ("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64)])
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("200000 100000", 2), ("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64)]
+)
 def test_version_2(machine: Path, quota: str, expected: int) -> None:
     write(machine / "own", "0::/service/job\n")
     write(machine / "service/job/cpu.max", quota)
