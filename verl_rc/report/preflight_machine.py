@@ -23,6 +23,7 @@ from verl_rc.report.memory import (
     gpu_peaks,
     host_bytes,
 )
+from verl_rc.rollout.fp8_products import SlowFp8Error, measured_fp8_products
 from verl_rc.workers.memory import host_memory
 
 PACKAGES = (
@@ -103,6 +104,17 @@ def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
         f"{needed} cores must be there: one for each rank of a role, and one for each engine device",
         "lower trainer.n_gpus_per_node (on a CPU it means trainer ranks) and rollout.n_gpus_per_node",
     )
+
+
+def check_fp8(config: RunConfig) -> Iterator[Finding]:
+    """A CPU computes fp8 products fast enough, where the engine has fp8 layers."""
+    if uses_gpus(config) or not str(config.actor_rollout_ref.rollout.quantization).startswith("fp8"):
+        return
+    products = measured_fp8_products()
+    try:
+        yield Finding("ok", "fp8 products", products.describe())
+    except SlowFp8Error as error:
+        yield Finding("failed", "fp8 products", products.times(), error.must, error.remedy)
 
 
 def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterator[Finding]:
