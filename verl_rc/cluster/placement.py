@@ -7,10 +7,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_rc.cluster.cores import usable_cores
 from verl_rc.cluster.remote import RemoteError
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
+from verl_rc.workers.host import usable_cores
 
 
 @dataclass(frozen=True)

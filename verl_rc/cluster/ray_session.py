@@ -8,10 +8,10 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from verl_rc.cluster.cores import usable_cores
 from verl_rc.cluster.environment import python_path
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.trainer import RayInitConfig
+from verl_rc.workers.host import usable_cores
 
 _OBJECT_STORE_BYTES = 512 << 20
 _STARTERS: list[ThreadPoolExecutor] = []

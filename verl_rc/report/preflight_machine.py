@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from verl_rc.cluster.cores import usable_cores
 from verl_rc.config.run import RunConfig
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import (
@@ -24,7 +23,7 @@ from verl_rc.report.memory import (
     host_bytes,
 )
 from verl_rc.rollout.fp8_products import SlowFp8Error, measured_fp8_products
-from verl_rc.workers.memory import host_memory
+from verl_rc.workers.host import available_memory, usable_cores
 
 PACKAGES = (
     "torch",
@@ -129,7 +128,7 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
         yield Finding("note", f"memory of the {role.role}", _parts(role))
     largest = max(roles, key=lambda role: role.model * role.processes)
     remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
-    needed, available = host_bytes(config, roles, on_gpu), available_host_bytes()
+    needed, available = host_bytes(config, roles, on_gpu), available_memory()
     must = f"about {_size(needed)} must be free: {len(roles)} roles, the driver and Ray"
     yield Finding.of(
         needed <= available, "host memory", f"about {_size(needed)} at the peak, {_size(available)} available", must, remedy
@@ -199,15 +198,6 @@ def uses_gpus(config: RunConfig) -> bool:
     """Whether a run started here would compute on GPUs."""
     device = config.trainer.device
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())
-
-
-def available_host_bytes() -> int:
-    """Memory that new processes of this machine, or of this container, can have."""
-    available = host_memory()["MemAvailable"]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text(encoding="utf-8").strip() != "max":
-        available = min(available, int(limit.read_text(encoding="utf-8")) - int(used.read_text(encoding="utf-8")))
-    return available
 
 
 def _version(name: str) -> str | None:

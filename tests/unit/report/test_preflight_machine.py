@@ -89,9 +89,9 @@ def test_clusters() -> None:
 def test_memory_that_is_there_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of({})
     shapes = dict.fromkeys(model_paths(config), SHAPE)
-    monkeypatch.setattr(machine, "available_host_bytes", lambda: 10**12)
+    monkeypatch.setattr(machine, "available_memory", lambda: 10**12)
     assert statuses(machine.check_memory(config, shapes))["host memory"] == "ok"
-    monkeypatch.setattr(machine, "available_host_bytes", lambda: 10**9)
+    monkeypatch.setattr(machine, "available_memory", lambda: 10**9)
     assert "actor.ppo_max_token_len_per_gpu" in failed(machine.check_memory(config, shapes)).remedy
 
 
@@ -108,7 +108,7 @@ def test_memory_of_a_gpu(gpu_bytes: int, status: str, monkeypatch: pytest.Monkey
 
 def test_a_container_limits_memory() -> None:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    assert 0 < machine.available_host_bytes() <= int(fields["MemTotal"].split()[0]) << 10
+    assert 0 < machine.available_memory() <= int(fields["MemTotal"].split()[0]) << 10
 
 
 @pytest.mark.parametrize(
