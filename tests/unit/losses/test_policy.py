@@ -23,9 +23,11 @@ from verl_rc.losses import (
     policy_loss_names,
     register_policy_loss,
     resolve_policy_loss,
+    selection_counts,
     selection_scores,
     selection_size,
     selection_threshold,
+    share_at_threshold,
 )
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "policy_losses.json").read_text())["cases"]
@@ -99,10 +101,10 @@ def covariance_statistics(name: str, arguments: dict[str, Any], parts: list[Tens
     advantage_mean = sum((s[0] for s in sums[1:]), sums[0][0]).mean()
     log_prob_mean = sum((s[1] for s in sums[1:]), sums[0][1]).mean()
     size = selection_size(name, cleaned[0], arguments["loss_mask"].sum())
-    candidates = [
-        selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten().topk(int(size)).values for inputs in cleaned
-    ]
-    return CovarianceStatistics(advantage_mean, log_prob_mean, selection_threshold(torch.cat(candidates), size))
+    scores = [selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in cleaned]
+    threshold = selection_threshold(torch.cat([part.topk(int(size)).values for part in scores]), size)
+    counts = torch.stack([selection_counts(part, threshold) for part in scores]).sum(dim=0)
+    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share_at_threshold(counts, size))
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"])
