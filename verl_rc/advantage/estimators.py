@@ -16,6 +16,7 @@ from verl_rc.advantage.group_relative import (
     opo,
     reinforce_plus_plus_baseline,
     rloo,
+    rloo_vectorized,
 )
 from verl_rc.advantage.groups import make_groups
 from verl_rc.advantage.inputs import AdvantageEstimator, AdvantageInputs
@@ -31,6 +32,7 @@ _ESTIMATORS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
         "grpo": grpo,
         "grpo_passk": grpo_passk,
         "rloo": rloo,
+        "rloo_vectorized": rloo_vectorized,
         "reinforce_plus_plus": reinforce_plus_plus,
         "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
         "remax": remax,
@@ -40,7 +42,7 @@ _ESTIMATORS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
         "optimal_token_baseline": optimal_token_baseline,
         "tir_optimal_token_baseline": tir_optimal_token_baseline,
     },
-    aliases={"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    aliases={"grpo_vectorized": "grpo"},
 )
 _WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
 

@@ -15,7 +15,8 @@ GROUP_ESTIMATORS = (
 )  # fmt: skip
 """Estimators that compare the samples of one prompt."""
 ADVANTAGE_ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax", "grpo_vectorized", "rloo_vectorized")
-"""Names for ``algorithm.adv_estimator``; the ``_vectorized`` ones are verl's, and the same thing."""
+"""Names for ``algorithm.adv_estimator``; the ``_vectorized`` ones are verl's: the same thing, but that
+``rloo_vectorized`` gives the only sample of a group no advantage."""
 NEED_SEVERAL_SAMPLES = ("grpo_passk", "opo", "rloo_vectorized")
 """Estimators that give a sample without another one to compare it with no advantage; all others give it its score, as in verl."""
 REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")

@@ -4,9 +4,11 @@ from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, Aggregation
 from verl_rc.losses.covariance import (
     CovarianceLoss,
     covariance_means,
+    selection_counts,
     selection_scores,
     selection_size,
     selection_threshold,
+    share_at_threshold,
 )
 from verl_rc.losses.inputs import (
     CovarianceStatistics,
@@ -49,8 +51,10 @@ __all__ = [
     "policy_loss_names",
     "register_policy_loss",
     "resolve_policy_loss",
+    "selection_counts",
     "selection_scores",
     "selection_size",
     "selection_threshold",
+    "share_at_threshold",
     "token_metric",
 ]

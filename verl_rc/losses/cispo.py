@@ -16,12 +16,12 @@ def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with r outside the band), `actor/pg_clipfrac_lower` (0),
-        `actor/ppo_kl` (mean of old − current, nats).
+        those of `ppo_kl_metrics`.
     """
     ratio = inputs.log_ratio.detach().exp()
     clipped_ratio = ratio.clamp(1 - inputs.parameters.clip_ratio_low, 1 + inputs.parameters.clip_ratio_high)
     return inputs.reduce(-clipped_ratio * inputs.advantages * inputs.log_probs), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(ratio != clipped_ratio),
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(torch.zeros_like(ratio)),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, TypeAlias
 
 import torch
@@ -13,7 +12,8 @@ from verl_rc.losses.loss_metric import LossMetric
 
 CovarianceLoss: TypeAlias = Literal["clip_cov", "kl_cov"]
 
-_HASH_RANGE = 1 << 24
+_HASH_BITS = 31
+_NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
 
 def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
@@ -22,18 +22,18 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     ``w f max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high))``; f is 0 for a share `clip_cov_ratio` of the mini-batch's
     tokens (at least one), drawn among those that are not clipped and have `clip_cov_lb` < cov < `clip_cov_ub`, with
     cov = (A − mean A)(lp − mean lp). The draw is a hash of the token's old log-prob, advantage and position, so it is
-    reproducible and does not depend on micro-batches; identical tokens are dropped together. Rejected tokens enter
-    neither the sum nor the means.
+    reproducible and does not depend on micro-batches; where more tokens of one hash are left than may be dropped, each
+    is dropped in part, so that the share is exact. Rejected tokens enter neither the sum nor the means.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of dropped tokens), `actor/ppo_kl` (mean of old − current, nats).
+        The loss, 0-d, and `actor/pg_clipfrac` (share of dropped tokens), those of `ppo_kl_metrics`.
     """
     unclipped, clipped = _surrogates(inputs)
     dropped = _selected("clip_cov", inputs)
     token_loss = torch.maximum(unclipped, clipped)
-    return inputs.reduce(token_loss.where(~dropped, 0)), {
+    return inputs.reduce(token_loss * (1 - dropped)), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(dropped),
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
     }
 
 
@@ -41,22 +41,27 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The unclipped surrogate with a penalty on tokens of high covariance (KL-Cov, arXiv:2505.22617); ``kl_cov``.
 
     ``w (−A r + `ppo_kl_coef` |lp − lp_old| [selected])``; selected is the share `kl_cov_ratio` of the mini-batch's
-    tokens (at least one) with the largest cov = (A − mean A)(lp − mean lp). Rejected tokens enter neither the sum nor
-    the means.
+    tokens (at least one) with the largest cov = (A − mean A)(lp − mean lp). Among equal covariances (all of them, when
+    every advantage is the same) the hash of ``clip_cov`` decides; tokens with the same hash too share the places left.
+    Rejected tokens enter neither the sum nor the means.
 
     Returns:
         The loss, 0-d, and `actor/ppo_kl` (mean of |old − current|, nats).
     """
-    log_ratio = inputs.log_ratio
-    penalty = inputs.parameters.ppo_kl_coef * log_ratio.abs()
+    distance = (inputs.log_probs - inputs.old_log_probs).abs()  # unclamped: the penalty must pull back what has gone far
+    penalty = inputs.parameters.ppo_kl_coef * distance
     selected = _selected("kl_cov", inputs)
-    token_loss = -inputs.advantages * log_ratio.exp() + penalty.where(selected, 0)
-    return inputs.reduce(token_loss), {"actor/ppo_kl": inputs.mean_over_tokens(log_ratio.abs())}
+    token_loss = -inputs.advantages * inputs.log_ratio.exp() + penalty * selected
+    return inputs.reduce(token_loss), {"actor/ppo_kl": inputs.mean_over_tokens(distance)}
 
 
 def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:
-    """Sums advantages and current log-probs over the trained tokens; add up over the mini-batch, then take means."""
-    return inputs.mean_over_tokens(inputs.advantages), inputs.mean_over_tokens(inputs.log_probs)
+    """Sums advantages and current log-probs over the trained tokens; add up over the mini-batch, then take means.
+
+    In float64, so that the mean of equal advantages is that advantage, however the mini-batch is split: a rounding error
+    in its place would order the tokens by log-prob.
+    """
+    return inputs.mean_over_tokens(inputs.advantages.double()), inputs.mean_over_tokens(inputs.log_probs.double())
 
 
 def selection_scores(name: CovarianceLoss, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor) -> Tensor:
@@ -69,15 +74,19 @@ def selection_scores(name: CovarianceLoss, inputs: PolicyLossInputs, advantage_m
         log_prob_mean: 0-d, nats; over the mini-batch.
 
     Returns:
-        [B, T], dimensionless; −inf for tokens that cannot be selected.
+        [B, T], int64; the smallest int64 for tokens that cannot be selected. ``kl_cov`` has the covariance (in float32) in
+        the upper bits and the hash in the lower ones, so that one comparison orders by both.
     """
-    covariance = (inputs.advantages - advantage_mean) * (inputs.log_probs.detach() - log_prob_mean)
+    deviation = inputs.advantages.float() - advantage_mean.float()  # in float32: equal advantages give exactly 0
+    covariance = deviation * (inputs.log_probs.detach().float() - log_prob_mean.float())
+    scores, selectable = _token_hash(inputs), inputs.loss_mask
     if name == "kl_cov":
-        return covariance.where(inputs.loss_mask, covariance.new_full((), -math.inf))
-    unclipped, clipped = _surrogates(inputs)
-    in_band = (covariance > inputs.parameters.clip_cov_lb) & (covariance < inputs.parameters.clip_cov_ub)
-    candidates = inputs.loss_mask & in_band & (clipped <= unclipped)
-    return _token_hash(inputs).to(covariance.dtype).where(candidates, covariance.new_full((), -math.inf))
+        scores = scores + (_ordered_bits(covariance) << _HASH_BITS)
+    else:
+        unclipped, clipped = _surrogates(inputs)
+        in_band = (covariance > inputs.parameters.clip_cov_lb) & (covariance < inputs.parameters.clip_cov_ub)
+        selectable = selectable & in_band & (clipped <= unclipped)
+    return scores.where(selectable, _NOT_SELECTABLE)
 
 
 def selection_size(name: CovarianceLoss, inputs: PolicyLossInputs, num_tokens: Tensor) -> Tensor:
@@ -90,26 +99,48 @@ def selection_threshold(scores: Tensor, size: Tensor) -> Tensor:
     """Finds the score of the last selected token: the `size`-th largest; the smallest when there are fewer.
 
     Args:
-        scores: any shape; of the whole mini-batch, or the `size` largest of each of its parts.
+        scores: any shape, int64; of the whole mini-batch, or the `size` largest of each of its parts.
         size: 0-d, int64, >= 1.
 
     Returns:
-        0-d; −inf when fewer than `size` tokens can be selected, which selects them all.
+        0-d, int64; the smallest int64 when fewer than `size` tokens can be selected, which selects them all.
     """
     ordered: Tensor = scores.flatten().sort(descending=True).values
     return ordered.gather(0, (size - 1).clamp(max=ordered.numel() - 1).reshape(1)).squeeze(0)
 
 
+def selection_counts(scores: Tensor, threshold: Tensor) -> Tensor:
+    """Counts tokens with a score above the threshold and at it: int64 [2]; add up over the mini-batch."""
+    return torch.stack([(scores > threshold).sum(), (scores == threshold).sum()])
+
+
+def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
+    """Divides the places left among the tokens at the threshold.
+
+    Args:
+        counts: int64 [2]; `selection_counts` of the whole mini-batch.
+        size: 0-d, int64; `selection_size`.
+
+    Returns:
+        0-d, float32, in (0, 1]; 1 unless more tokens are at the threshold than places are left.
+    """
+    above, level = counts.unbind()
+    return ((size - above) / level.clamp(min=1)).clamp(max=1).to(torch.float32)
+
+
 def _selected(name: CovarianceLoss, inputs: PolicyLossInputs) -> Tensor:
-    """Decides which tokens are selected, bool [B, T]."""
+    """How much of each token is selected, [B, T], in [0, 1]: 0 or 1, but for tokens that nothing tells apart."""
     statistics = inputs.covariance_statistics
     if statistics is None:
         advantage, log_prob = covariance_means(inputs)
         scores = selection_scores(name, inputs, advantage.mean(), log_prob.mean())
         size = selection_size(name, inputs, inputs.loss_mask.sum())
-        statistics = CovarianceStatistics(advantage.mean(), log_prob.mean(), selection_threshold(scores, size))
+        threshold = selection_threshold(scores, size)
+        share = share_at_threshold(selection_counts(scores, threshold), size)
+        statistics = CovarianceStatistics(advantage.mean(), log_prob.mean(), threshold, share)
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
-    return (scores >= statistics.score_threshold) & (scores > -math.inf)
+    at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold
+    return at_threshold.where(scores <= statistics.score_threshold, 1).where(scores > _NOT_SELECTABLE, 0)
 
 
 def _surrogates(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
@@ -119,12 +150,17 @@ def _surrogates(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
 
 
 def _token_hash(inputs: PolicyLossInputs) -> Tensor:
-    """A pseudo-random number in [0, 1) per token, [B, T], from the bits of what does not change during an update."""
+    """A pseudo-random number of `_HASH_BITS` bits per token, int64 [B, T], from what does not change during an update."""
     log_prob_bits = inputs.old_log_probs.to(torch.float32).view(torch.int32).to(torch.int64)
     advantage_bits = inputs.advantages.to(torch.float32).view(torch.int32).to(torch.int64)
     position = torch.arange(inputs.log_probs.shape[-1], device=inputs.log_probs.device)
     mixed = (log_prob_bits * 73856093) ^ (advantage_bits * 19349663) ^ (position * 83492791)
     mixed = (mixed ^ (mixed >> 17)) * 0x9E3779B1
     mixed = (mixed ^ (mixed >> 29)) * 0x85EBCA6B
-    number: Tensor = ((mixed >> 20) & (_HASH_RANGE - 1)).to(torch.float32)
-    return number / _HASH_RANGE
+    return (mixed >> 20) & ((1 << _HASH_BITS) - 1)
+
+
+def _ordered_bits(values: Tensor) -> Tensor:
+    """Integers of 32 bits (as int64) in the order of the float32 `values`; 0.0 and −0.0 are the same number."""
+    bits = values.view(torch.int32).to(torch.int64)
+    return bits.where(bits >= 0, -(bits & 0x7FFFFFFF))

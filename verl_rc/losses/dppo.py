@@ -46,12 +46,12 @@ def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens outside the region), `actor/pg_clipfrac_lower` (share
-        inside it with r > c), `actor/ppo_kl` (mean of old − current, nats).
+        inside it with r > c), those of `ppo_kl_metrics`.
     """
     ratio, cap = inputs.log_ratio.detach().exp(), inputs.parameters.clip_ratio_c
     token_loss = -inputs.advantages * ratio.clamp(max=cap) * inputs.log_probs
     return inputs.reduce(token_loss.where(trusted, 0)), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(~trusted),
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(trusted & (ratio > cap)),
     }

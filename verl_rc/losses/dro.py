@@ -22,7 +22,7 @@ def dro_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     beta = inputs.parameters.dro_beta
     if beta is None:
         raise ValueError("the loss 'dro' needs actor_rollout_ref.actor.policy_loss.dro_beta > 0, got None")
-    log_ratio = inputs.log_ratio
+    log_ratio = inputs.log_probs - inputs.old_log_probs  # unclamped: the penalty must pull back what has gone far
     return inputs.reduce(0.5 * beta * log_ratio.square() - inputs.advantages * inputs.log_probs), {
         "actor/ppo_kl": inputs.mean_over_tokens(-log_ratio)
     }

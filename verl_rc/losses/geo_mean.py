@@ -25,7 +25,7 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with d outside [−ε_low, ε_high] and A > 0),
-        `actor/pg_clipfrac_lower` (the same with A < 0), `actor/ppo_kl` (mean of old − current, nats).
+        `actor/pg_clipfrac_lower` (the same with A < 0), those of `ppo_kl_metrics`.
     """
     kept, weights = inputs.loss_mask, inputs.rollout_is_weights
     if weights is not None:
@@ -44,7 +44,7 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     outside = log_ratio.detach() != clamped.detach()
     return loss, {
         "actor/pg_clipfrac": inputs.mean_over_tokens(outside & (inputs.advantages > 0)),
-        "actor/ppo_kl": inputs.mean_over_tokens(-log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(outside & (inputs.advantages < 0)),
     }
 

@@ -24,17 +24,20 @@ class CovarianceStatistics:
     """What ``clip_cov`` and ``kl_cov`` need to know about the whole mini-batch.
 
     A pass without gradient finds it: add up `covariance_means` over micro-batches and ranks; score every micro-batch
-    with `selection_scores`; gather the `selection_size` largest scores of each and take their `selection_threshold`.
+    with `selection_scores`; gather the `selection_size` largest scores of each and take their `selection_threshold`;
+    add up the `selection_counts` and take the `share_at_threshold`.
 
     Attributes:
         advantage_mean: 0-d; mean advantage over the mini-batch's trained tokens.
         log_prob_mean: 0-d, nats; mean current log-prob over the same tokens.
-        score_threshold: 0-d; tokens whose selection score reaches it are selected.
+        score_threshold: 0-d, int64; tokens whose selection score is above it are selected.
+        share_at_threshold: 0-d, in (0, 1]; how much of each token with this very score is selected.
     """
 
     advantage_mean: Tensor
     log_prob_mean: Tensor
     score_threshold: Tensor
+    share_at_threshold: Tensor
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,14 @@ class PolicyLossInputs:
     def mean_over_tokens(self, values: Tensor) -> LossMetric:
         """Reports the mean of `values` over `loss_mask`."""
         return token_metric(values, self.loss_mask)
+
+    def ppo_kl_metrics(self) -> dict[str, LossMetric]:
+        """Reports, for the losses that use `log_ratio`, its negative mean (nats) and the share of tokens that it clamps."""
+        clamped = (self.log_probs - self.old_log_probs).abs() > LOG_RATIO_BOUND
+        return {
+            "actor/ppo_kl": self.mean_over_tokens(-self.log_ratio),
+            "actor/ppo_kl_clamped_fraction": self.mean_over_tokens(clamped),
+        }
 
 
 PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]

@@ -35,11 +35,11 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
-        `actor/pg_clipfrac_lower` (share of tokens where c acts), `actor/ppo_kl` (mean of old − current, nats).
+        `actor/pg_clipfrac_lower` (share of tokens where c acts), those of `ppo_kl_metrics`.
     """
     token_loss, clipped, bounded = ppo_clip_token_loss(inputs)
     return inputs.reduce(token_loss), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(clipped),
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(bounded),
     }

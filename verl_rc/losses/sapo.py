@@ -17,7 +17,7 @@ def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` (both 0: nothing is clipped),
-        `actor/ppo_kl` (mean of old − current, nats).
+        those of `ppo_kl_metrics`.
     """
     ratio = inputs.log_ratio.exp()
     positive = ratio.new_full((), inputs.parameters.tau_pos)
@@ -27,6 +27,6 @@ def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     loss = inputs.reduce(-inputs.advantages * gate, inputs.aggregation.with_mode("seq-mean-token-mean"))
     return loss, {
         "actor/pg_clipfrac": none_clipped,
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": none_clipped,
     }

@@ -15,9 +15,11 @@ from verl_rc.losses import (
     PolicyLossParameters,
     clean_policy_loss_inputs,
     covariance_means,
+    selection_counts,
     selection_scores,
     selection_size,
     selection_threshold,
+    share_at_threshold,
 )
 from verl_rc.ppo.objective import policy_loss_name
 
@@ -63,7 +65,9 @@ def covariance_statistics(
     advantage_mean, log_prob_mean = (totals[:2] / totals[2].clamp(min=1)).to(torch.float32)
     size = selection_size(name, micro_batches[0], totals[2])
     scores = torch.cat([selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches])
-    best = scores.new_full((int(size),), -torch.inf)
+    best = scores.new_full((int(size),), torch.iinfo(scores.dtype).min)
     found = scores.topk(min(int(size), scores.numel())).values
     best[: found.numel()] = found
-    return CovarianceStatistics(advantage_mean, log_prob_mean, selection_threshold(from_ranks(best), size))
+    threshold = selection_threshold(from_ranks(best), size)
+    counts = over_ranks(selection_counts(scores, threshold))
+    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share_at_threshold(counts, size))

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from verl_rc.losses import PolicyLossInputs, compute_policy_loss, selection_scores, selection_threshold
+
+NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
 
 def covariances(batch: Any) -> dict[tuple[int, int], float]:
@@ -84,18 +87,11 @@ def test_clip_cov_drops_nothing_when_the_band_is_empty(make_batch: Callable[...,
 def test_the_draw_is_uniform_and_not_ordered_by_covariance() -> None:
     generator = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(64, 256, generator=generator)
-    inputs = PolicyLossInputs(
-        old_log_probs=old,
-        log_probs=old,
-        advantages=torch.randn(64, 1, generator=generator).expand(64, 256),
-        loss_mask=torch.ones(64, 256, dtype=torch.bool),
-        response_mask=torch.ones(64, 256, dtype=torch.bool),
-        denominator_mask=torch.ones(64, 256, dtype=torch.bool),
-    )
+    inputs = of_tokens(torch.randn(64, 1, generator=generator).expand(64, 256), old)
     zero = torch.zeros(())
     scores = selection_scores("clip_cov", inputs, zero, zero)
-    drawn = scores[scores > -torch.inf]
-    covariance = selection_scores("kl_cov", inputs, zero, zero)[scores > -torch.inf]
+    candidates = scores > NOT_SELECTABLE
+    drawn, covariance = scores[candidates] / 2**31, (inputs.advantages * inputs.log_probs)[candidates]
     counts = torch.histc(drawn, bins=10, min=0, max=1)
     assert drawn.numel() > 500
     chi_square = ((counts - drawn.numel() / 10) ** 2 / (drawn.numel() / 10)).sum()
@@ -104,6 +100,64 @@ def test_the_draw_is_uniform_and_not_ordered_by_covariance() -> None:
 
 
 def test_threshold_is_the_score_of_the_last_selected_token() -> None:
-    scores = torch.tensor([[3.0, -torch.inf], [7.0, 5.0]])
-    for size, expected in ((1, 7.0), (2, 5.0), (3, 3.0), (4, -torch.inf), (9, -torch.inf)):
+    scores = torch.tensor([[3, NOT_SELECTABLE], [7, 5]])
+    for size, expected in ((1, 7), (2, 5), (3, 3), (4, NOT_SELECTABLE), (9, NOT_SELECTABLE)):
         assert selection_threshold(scores, torch.tensor(size)).item() == expected
+
+
+def test_scores_order_by_covariance_also_below_zero() -> None:
+    covariance = torch.tensor([[-3e38, -2.0, -1e-40, -0.0, 0.0, 1e-40, 0.5, 3e38]])
+    inputs = of_tokens(covariance, torch.ones_like(covariance))
+    scores = selection_scores("kl_cov", inputs, torch.zeros(()), torch.zeros(()))[0] >> 31
+    assert scores.tolist() == sorted(scores.tolist())
+    assert scores.unique().numel() == 7  # both zeros are one number
+
+
+def of_tokens(advantages: Tensor, old_log_probs: Tensor, loss_mask: Tensor | None = None) -> PolicyLossInputs:
+    mask = torch.ones_like(old_log_probs, dtype=torch.bool) if loss_mask is None else loss_mask
+    return PolicyLossInputs(old_log_probs, old_log_probs, advantages, mask, mask, mask)
+
+
+def penalties(advantage: float, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """How much of each token is penalised: what a penalty of 1 nat a nat, on gaps of −0.1, takes from the gradient."""
+    log_probs = (old_log_probs - 0.1).requires_grad_()
+    arguments = {"old_log_probs": old_log_probs, "log_probs": log_probs, "loss_mask": mask}
+    advantages = torch.full_like(old_log_probs, advantage)
+
+    def gradient(coefficient: float) -> Tensor:
+        config = {"kl_cov_ratio": 0.01, "ppo_kl_coef": coefficient}
+        loss, _ = compute_policy_loss("kl_cov", **arguments, advantages=advantages, config=config, aggregation="token-sum")
+        return torch.autograd.grad(loss, log_probs)[0]
+
+    return gradient(0.0) - gradient(1.0)
+
+
+@pytest.mark.parametrize("advantage", [0.0, 1.0, 0.1, -1 / 3], ids=str)
+def test_kl_cov_penalises_its_share_when_all_covariances_are_equal(advantage: float) -> None:
+    """A batch of groups that are all right or all wrong: every advantage is the same."""
+    old = -3 * torch.rand(80, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.arange(12).expand(80, 12) < 10
+    penalised = penalties(advantage, old, mask)
+    assert ((penalised == 0) | ((penalised - 1).abs() < 1e-9)).all()
+    assert (penalised > 0).sum() == 8  # 1 % of 800
+    assert (penalised > 0).any(dim=1).sum() > 4  # spread, not the first or the last tokens
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(penalties(advantage, old[order], mask[order]), penalised[order])
+    widened = penalties(advantage, torch.nn.functional.pad(old, (0, 5)), torch.nn.functional.pad(mask, (0, 5)))
+    assert torch.equal(widened[:, :12], penalised)
+
+
+def test_tokens_that_nothing_tells_apart_share_the_places_left() -> None:
+    """300 rows of one token, all the same: 3 places, a hundredth of the penalty each."""
+    penalised = penalties(0.0, torch.full((300, 1), -0.5), torch.ones(300, 1, dtype=torch.bool))
+    torch.testing.assert_close(penalised, torch.full((300, 1), 0.01))
+
+
+def test_clip_cov_drops_its_share_of_tokens_that_nothing_tells_apart() -> None:
+    old = torch.full((300, 1), -0.5)
+    advantages = torch.cat([torch.full((150, 1), 1.0), torch.full((150, 1), -1.0)])
+    log_probs = old + 0.1 * advantages  # covariance 0.1 in every token
+    mask = torch.ones(300, 1, dtype=torch.bool)
+    config = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.05, "clip_cov_ub": 1.0}
+    _, metrics = compute_policy_loss("clip_cov", old, log_probs, advantages, mask, config=config)
+    assert metrics["actor/pg_clipfrac"].mean() == pytest.approx(0.1)

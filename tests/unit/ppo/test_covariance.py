@@ -1,7 +1,8 @@
 """Statistics of clip_cov and kl_cov: against loops in float64, and the same however a mini-batch is cut."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from verl_rc.config.actor import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import TokenScores, TrainBatch
-from verl_rc.losses import Aggregation, CovarianceLoss, CovarianceStatistics, PolicyLossInputs
+from verl_rc.losses import Aggregation, CovarianceLoss, CovarianceStatistics, PolicyLossInputs, selection_scores
 from verl_rc.ppo.covariance import covariance_inputs, covariance_loss_name, covariance_statistics
 from verl_rc.ppo.objective import policy_objective
 
@@ -43,24 +44,40 @@ def statistics_of(config: ActorConfig, batch: TrainBatch, split: list[list[int]]
     return covariance_statistics(name, seen, alone, alone)
 
 
-def expected_kl_cov(batch: TrainBatch) -> tuple[float, float, float]:
-    """Means, and the covariance of the last token that is selected: the third largest."""
+def expected_kl_cov(batch: TrainBatch) -> tuple[float, float, set[tuple[int, int]]]:
+    """Means, and the three tokens with the largest covariances."""
     log_probs = current(batch).double()
     tokens = [(row, t) for row in range(6) for t in range(7) if batch.loss_mask[row, t]]
     assert len(tokens) == 16
     advantage = sum(float(batch.advantages[at]) for at in tokens) / 16
     log_prob = sum(float(log_probs[at]) for at in tokens) / 16
-    covariances = [(float(batch.advantages[at]) - advantage) * (float(log_probs[at]) - log_prob) for at in tokens]
-    return advantage, log_prob, sorted(covariances)[-3]
+    by_covariance = sorted(tokens, key=lambda at: (float(batch.advantages[at]) - advantage) * (float(log_probs[at]) - log_prob))
+    return advantage, log_prob, set(by_covariance[-3:])
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=len)
 def test_kl_cov_selects_the_largest_covariances_of_the_mini_batch(split: list[list[int]]) -> None:
     """16 tokens are in the loss; a share of 0.2 of them is 3."""
-    batch = make_train_batch(LENGTHS, REJECTED)
-    found = statistics_of(actor(KL_COV), batch, split)
-    values = (found.advantage_mean, found.log_prob_mean, found.score_threshold)
-    assert [float(value) for value in values] == pytest.approx(expected_kl_cov(batch), rel=1e-5)
+    config, batch = actor(KL_COV), make_train_batch(LENGTHS, REJECTED)
+    found = statistics_of(config, batch, split)
+    advantage, log_prob, expected = expected_kl_cov(batch)
+    assert [float(found.advantage_mean), float(found.log_prob_mean)] == pytest.approx([advantage, log_prob], rel=1e-5)
+    inputs = covariance_inputs(batch, current(batch), config)
+    scores = selection_scores("kl_cov", inputs, found.advantage_mean, found.log_prob_mean)
+    assert {(row, t) for row, t in (scores >= found.score_threshold).nonzero().tolist()} == expected
+    assert found.share_at_threshold == 1
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=len)
+@pytest.mark.parametrize("advantage", [0.0, 0.1])
+def test_equal_covariances_are_selected_the_same_however_the_mini_batch_is_cut(advantage: float, split: list[list[int]]) -> None:
+    config, batch = actor(KL_COV), make_train_batch(LENGTHS, REJECTED)
+    batch.advantages = torch.full_like(batch.advantages, advantage)
+    whole, cut = statistics_of(config, batch, SPLITS[0]), statistics_of(config, batch, split)
+    assert cut.advantage_mean == torch.tensor(advantage)
+    assert (cut.score_threshold, cut.share_at_threshold) == (whole.score_threshold, whole.share_at_threshold)
+    scores = selection_scores("kl_cov", covariance_inputs(batch, current(batch), config), cut.advantage_mean, cut.log_prob_mean)
+    assert (scores >= cut.score_threshold).sum() == 3
 
 
 @pytest.mark.parametrize("fields", [KL_COV, CLIP_COV], ids=["kl_cov", "clip_cov"])
@@ -87,39 +104,42 @@ def test_micro_batches_change_neither_loss_nor_gradient(fields: Mapping[str, obj
 def over_two_ranks(
     name: CovarianceLoss, shares: list[list[PolicyLossInputs]]
 ) -> tuple[CovarianceStatistics, CovarianceStatistics]:
-    """Two ranks in one process: a first run shows what each one contributes, a second one gets the other's part."""
-    sent: dict[str, list[Tensor]] = {"totals": [], "best": []}
+    """Two ranks in two threads, which wait for each other where ranks would."""
+    barrier = Barrier(2, timeout=60)
+    sent: dict[int, Tensor] = {}
 
-    def exchange(kind: str, rank: int, join: Callable[[list[Tensor]], Tensor]) -> Callable[[Tensor], Tensor]:
+    def exchange(rank: int, join: Callable[[list[Tensor]], Tensor]) -> Callable[[Tensor], Tensor]:
         def call(tensor: Tensor) -> Tensor:
-            if len(sent[kind]) == rank:
-                sent[kind].append(tensor)
-            return join(sent[kind]) if len(sent[kind]) == 2 else tensor
+            sent[rank] = tensor
+            barrier.wait()
+            joined = join([sent[0], sent[1]])
+            barrier.wait()
+            return joined
 
         return call
 
-    def run(rank: int) -> Any:
-        over = exchange("totals", rank, lambda parts: parts[0] + parts[1])
-        return covariance_statistics(name, shares[rank], over, exchange("best", rank, torch.cat))
+    def run(rank: int) -> CovarianceStatistics:
+        over = exchange(rank, lambda parts: parts[0] + parts[1])
+        return covariance_statistics(name, shares[rank], over, exchange(rank, torch.cat))
 
-    for rank in (0, 1):
-        run(rank)
-    sent["best"].clear()
-    for rank in (0, 1):  # now with the totals of both
-        run(rank)
-    return run(0), run(1)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, (0, 1))
+    return first, second
 
 
 @pytest.mark.parametrize("fields", [KL_COV, CLIP_COV], ids=["kl_cov", "clip_cov"])
-def test_two_ranks_know_what_one_does(fields: Mapping[str, object]) -> None:
+@pytest.mark.parametrize("advantage", [None, 0.0], ids=["as they are", "all equal"])
+def test_two_ranks_know_what_one_does(fields: Mapping[str, object], advantage: float | None) -> None:
     config, batch = actor(fields), make_train_batch(LENGTHS, REJECTED)
+    if advantage is not None:
+        batch.advantages = torch.full_like(batch.advantages, advantage)
     log_probs = current(batch)
     shares = [
         [covariance_inputs(batch[rows], log_probs[rows], config) for rows in of_rank] for of_rank in ([[0], [3, 1]], [[2, 4, 5]])
     ]
     name = covariance_loss_name(config, RolloutCorrectionConfig())
     assert name is not None
-    whole = statistics_of(config, batch, SPLITS[0])
+    whole = covariance_statistics(name, [covariance_inputs(batch, log_probs, config)], alone, alone)
     for found in over_two_ranks(name, shares):
         for one, other in zip(vars(found).values(), vars(whole).values(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
