@@ -7,20 +7,19 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from verl_rc.advantage.gae import gae
 from verl_rc.advantage.group_relative import (
     gdpo,
     gpg,
     grpo,
     grpo_passk,
     opo,
+    optimal_token_baseline,
     reinforce_plus_plus_baseline,
     rloo,
+    tir_optimal_token_baseline,
 )
-from verl_rc.advantage.groups import make_groups
-from verl_rc.advantage.inputs import AdvantageEstimator, AdvantageInputs
-from verl_rc.advantage.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from verl_rc.advantage.reinforce import reinforce_plus_plus, remax
+from verl_rc.advantage.inputs import AdvantageEstimator, AdvantageInputs, make_groups
+from verl_rc.advantage.returns import gae, reinforce_plus_plus, remax
 from verl_rc.config.named_functions import NamedFunctions
 
 _ESTIMATORS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
