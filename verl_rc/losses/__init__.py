@@ -1,6 +1,6 @@
 """Losses, pure: token losses of the policy, value loss, regularisers, and their aggregation."""
 
-from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, AggregationMode, aggregate_loss
+from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, AggregationMode, LossMetric, aggregate_loss, token_metric
 from verl_rc.losses.covariance import (
     CovarianceLoss,
     covariance_means,
@@ -17,7 +17,6 @@ from verl_rc.losses.inputs import (
     PolicyLossInputs,
     clean_policy_loss_inputs,
 )
-from verl_rc.losses.loss_metric import LossMetric, token_metric
 from verl_rc.losses.parameters import PolicyLossParameters
 from verl_rc.losses.policy import (
     compute_policy_loss,

@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from verl_rc.losses.aggregate import LossMetric
 from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs
-from verl_rc.losses.loss_metric import LossMetric
 
 CovarianceLoss: TypeAlias = Literal["clip_cov", "kl_cov"]
 

@@ -9,8 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from verl_rc.losses.aggregate import Aggregation
-from verl_rc.losses.loss_metric import LossMetric, token_metric
+from verl_rc.losses.aggregate import Aggregation, LossMetric, token_metric
 from verl_rc.losses.parameters import PolicyLossParameters
 
 LOG_RATIO_BOUND = 20.0

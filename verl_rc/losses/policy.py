@@ -8,13 +8,8 @@ from torch import Tensor
 
 from verl_rc.config.named_functions import NamedFunctions
 from verl_rc.losses.aggregate import Aggregation
-from verl_rc.losses.cispo import cispo_loss
+from verl_rc.losses.clipped import geo_mean_loss, gspo_loss, ppo_clip_loss, sapo_loss
 from verl_rc.losses.covariance import clip_cov_loss, kl_cov_loss
-from verl_rc.losses.dppo import dppo_kl_loss, dppo_tv_loss
-from verl_rc.losses.dro import dro_loss
-from verl_rc.losses.geo_mean import geo_mean_loss
-from verl_rc.losses.gpg import gpg_loss
-from verl_rc.losses.gspo import gspo_loss
 from verl_rc.losses.inputs import (
     CovarianceStatistics,
     LossMetrics,
@@ -23,9 +18,7 @@ from verl_rc.losses.inputs import (
     clean_policy_loss_inputs,
 )
 from verl_rc.losses.parameters import PolicyLossParameters
-from verl_rc.losses.ppo_clip import ppo_clip_loss
-from verl_rc.losses.reinforce import reinforce_loss
-from verl_rc.losses.sapo import sapo_loss
+from verl_rc.losses.policy_gradient import cispo_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gpg_loss, reinforce_loss
 
 _POLICY_LOSSES: NamedFunctions[PolicyLoss] = NamedFunctions(
     "policy loss",

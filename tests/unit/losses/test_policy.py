@@ -239,7 +239,7 @@ def test_user_losses_are_found_by_registered_name_and_by_module_and_function() -
     register_policy_loss("squared_for_test")(squared_loss)
     twos, ones = torch.full((1, 2), 2.0), torch.ones(1, 2)
     assert compute_policy_loss("squared_for_test", twos, twos, ones, ones)[0].item() == 4
-    assert resolve_policy_loss("verl_rc.losses.gpg:gpg_loss") is resolve_policy_loss("gpg")
+    assert resolve_policy_loss("verl_rc.losses.policy_gradient:gpg_loss") is resolve_policy_loss("gpg")
     with pytest.raises(ValueError, match="'vanilla' is registered already"):
         register_policy_loss("vanilla")(squared_loss)
 
@@ -249,7 +249,7 @@ def test_user_losses_are_found_by_registered_name_and_by_module_and_function() -
     [
         ("ppo", r"loss_mode must be one of vanilla, .*, or 'module:function'; got 'ppo'"),
         ("no_such_module:loss", r"'no_such_module:loss' must name a function in an importable module"),
-        ("verl_rc.losses.gpg:no_such_loss", "must name a function"),
+        ("verl_rc.losses.policy_gradient:no_such_loss", "must name a function"),
     ],
 )
 def test_refuses_names_of_no_loss(name: str, message: str) -> None:
