@@ -8,24 +8,20 @@ from torch import Tensor
 from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs
 from verl_rc.tensor_ops import masked_row_sums
 
+LOG_SEQUENCE_RATIO_MAX = 10.0
+"""Upper bound, in nats, of the log of a sequence's ratio."""
+WEIGHT_FLOOR = 1e-10
+"""Added to importance weights before their logarithm is taken."""
 
-def ppo_clip_token_loss(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the clipped surrogate of every token.
 
-    ``max(−A r, −A clip(r, 1 − ε_low, 1 + ε_high))``, and for A < 0 at most ``−A c``, with r = current / old.
+def clip_ratio(ratio: Tensor, inputs: PolicyLossInputs) -> Tensor:
+    """``clip(r, 1 − ε_low, 1 + ε_high)``, in the shape of `ratio`."""
+    return ratio.clamp(1 - inputs.parameters.clip_ratio_low, 1 + inputs.parameters.clip_ratio_high)
 
-    Returns:
-        The token losses [B, T]; where the clipped branch is the larger one, bool [B, T]; where the bound c acts,
-        bool [B, T].
-    """
-    parameters = inputs.parameters
-    ratio = inputs.log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - parameters.clip_ratio_low, 1 + parameters.clip_ratio_high)
-    unclipped, clipped = -inputs.advantages * ratio, -inputs.advantages * clipped_ratio
-    surrogate, bound = torch.maximum(unclipped, clipped), -inputs.advantages * parameters.clip_ratio_c
-    negative = inputs.advantages < 0
-    token_loss = torch.where(negative, torch.minimum(surrogate, bound), surrogate)
-    return token_loss, clipped > unclipped, negative & (surrogate > bound)
+
+def surrogates(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """``−A r`` and ``−A clip(r, 1 − ε_low, 1 + ε_high)``, [B, T] each; PPO's loss is the larger of the two."""
+    return -inputs.advantages * ratio, -inputs.advantages * clip_ratio(ratio, inputs)
 
 
 def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
@@ -38,16 +34,14 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
         `actor/pg_clipfrac_lower` (share of tokens where c acts), `actor/ppo_kl` (mean of old − current, nats).
     """
-    token_loss, clipped, bounded = ppo_clip_token_loss(inputs)
-    return inputs.reduce(token_loss), {
-        "actor/pg_clipfrac": inputs.mean_over_tokens(clipped),
+    unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
+    surrogate, bound = torch.maximum(unclipped, clipped), -inputs.advantages * inputs.parameters.clip_ratio_c
+    negative = inputs.advantages < 0
+    return inputs.reduce(torch.where(negative, torch.minimum(surrogate, bound), surrogate)), {
+        "actor/pg_clipfrac": inputs.mean_over_tokens(clipped > unclipped),
         "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
-        "actor/pg_clipfrac_lower": inputs.mean_over_tokens(bounded),
+        "actor/pg_clipfrac_lower": inputs.mean_over_tokens(negative & (surrogate > bound)),
     }
-
-
-LOG_SEQUENCE_RATIO_MAX = 10.0
-"""Upper bound, in nats, of the log of a sequence's ratio."""
 
 
 def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
@@ -67,17 +61,12 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     log_sequence_ratio = log_ratio.detach().sum(dim=-1, keepdim=True) / row_tokens
     own_gradient = inputs.log_probs - inputs.log_probs.detach()
     ratio = (own_gradient + log_sequence_ratio).clamp(max=LOG_SEQUENCE_RATIO_MAX).exp()
-    clipped_ratio = ratio.clamp(1 - inputs.parameters.clip_ratio_low, 1 + inputs.parameters.clip_ratio_high)
-    unclipped, clipped = -inputs.advantages * ratio, -inputs.advantages * clipped_ratio
+    unclipped, clipped = surrogates(inputs, ratio)
     return inputs.reduce(torch.maximum(unclipped, clipped)), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(clipped > unclipped),
         "actor/ppo_kl": inputs.mean_over_tokens(-log_ratio),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(torch.zeros_like(clipped)),
     }
-
-
-WEIGHT_FLOOR = 1e-10
-"""Added to importance weights before their logarithm is taken."""
 
 
 def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:

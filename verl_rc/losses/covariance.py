@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.losses.aggregate import LossMetric
+from verl_rc.losses.clipped import surrogates
 from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs
 
 CovarianceLoss: TypeAlias = Literal["clip_cov", "kl_cov"]
@@ -28,7 +29,7 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of dropped tokens), `actor/ppo_kl` (mean of old − current, nats).
     """
-    unclipped, clipped = _surrogates(inputs)
+    unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
     dropped = _selected("clip_cov", inputs)
     token_loss = torch.maximum(unclipped, clipped)
     return inputs.reduce(token_loss * (1 - dropped)), {
@@ -83,7 +84,7 @@ def selection_scores(name: CovarianceLoss, inputs: PolicyLossInputs, advantage_m
     if name == "kl_cov":
         scores = scores + (_ordered_bits(covariance) << _HASH_BITS)
     else:
-        unclipped, clipped = _surrogates(inputs)
+        unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
         in_band = (covariance > inputs.parameters.clip_cov_lb) & (covariance < inputs.parameters.clip_cov_ub)
         selectable = selectable & in_band & (clipped <= unclipped)
     return scores.where(selectable, _NOT_SELECTABLE)
@@ -141,12 +142,6 @@ def _selected(name: CovarianceLoss, inputs: PolicyLossInputs) -> Tensor:
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
     at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold
     return at_threshold.where(scores <= statistics.score_threshold, 1).where(scores > _NOT_SELECTABLE, 0)
-
-
-def _surrogates(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
-    ratio = inputs.log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - inputs.parameters.clip_ratio_low, 1 + inputs.parameters.clip_ratio_high)
-    return -inputs.advantages * ratio, -inputs.advantages * clipped_ratio
 
 
 def _token_hash(inputs: PolicyLossInputs) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl_rc.losses.clipped import clip_ratio
 from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs
 
 
@@ -44,7 +45,7 @@ def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         `actor/ppo_kl` (mean of old − current, nats).
     """
     ratio = inputs.log_ratio.detach().exp()
-    clipped_ratio = ratio.clamp(1 - inputs.parameters.clip_ratio_low, 1 + inputs.parameters.clip_ratio_high)
+    clipped_ratio = clip_ratio(ratio, inputs)
     return inputs.reduce(-clipped_ratio * inputs.advantages * inputs.log_probs), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(ratio != clipped_ratio),
         "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
