@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verl_rc.advantage.inputs import AdvantageInputs, Groups, required, required_groups
+from verl_rc.advantage.inputs import AdvantageInputs, Groups, register_advantage_estimator, required, required_groups
 from verl_rc.advantage.returns import ResponseOrder, countable_rewards, in_row_blocks, returns_to_go
 from verl_rc.tensor_ops import masked_whiten
 
@@ -27,6 +27,7 @@ def row_scores(inputs: AdvantageInputs) -> Tensor:
     return in_row_blocks(block_scores, inputs.token_level_rewards, inputs.response_mask)
 
 
+@register_advantage_estimator("grpo")
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (GRPO, arXiv:2402.03300); without the division, Dr. GRPO (arXiv:2503.20783).
 
@@ -41,6 +42,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(normalise(groups, scores), inputs)
 
 
+@register_advantage_estimator("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Rewards only a group's best answer, by its lead over the second best (Pass@k training, arXiv:2503.19595).
 
@@ -60,6 +62,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(advantages, inputs)
 
 
+@register_advantage_estimator("rloo")
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Leave-one-out baselines (RLOO, arXiv:2402.14740).
 
@@ -74,6 +77,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(left_out.where(sizes > 1, scores), inputs)
 
 
+@register_advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-centred scores whitened over the batch (REINFORCE++ with baseline, arXiv:2501.03262).
 
@@ -89,6 +93,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     return advantages, advantages
 
 
+@register_advantage_estimator("opo")
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Scores minus the group's length-weighted mean score (OPO, arXiv:2505.23585).
 
@@ -103,6 +108,7 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(scores - baselines, inputs)
 
 
+@register_advantage_estimator("gpg")
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-centred scores scaled up by the rows without a signal (GPG, arXiv:2504.02546).
 
@@ -117,6 +123,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(_centred(groups, scores) * groups.counted.sum() / with_signal.clamp(min=1), inputs)
 
 
+@register_advantage_estimator("gdpo")
 def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Normalises each part of the reward within its group before adding them up (GDPO, arXiv:2601.05242).
 
@@ -165,6 +172,7 @@ WEIGHT_EPSILON = 1e-8
 """Added to a group's sum of weights, dimensionless."""
 
 
+@register_advantage_estimator("optimal_token_baseline")
 def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Returns-to-go minus the variance-optimal baseline of each position (OTB, arXiv:2602.07078).
 
@@ -191,6 +199,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return (returns - row_baselines).where(mask, 0), returns
 
 
+@register_advantage_estimator("tir_optimal_token_baseline")
 def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """`optimal_token_baseline` on response tokens lined up across turns, for answers with tool output in between.
 

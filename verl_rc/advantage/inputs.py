@@ -9,6 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
+from verl_rc.config.named_functions import NamedFunctions
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -113,6 +116,35 @@ class AdvantageInputs:
 
 
 AdvantageEstimator: TypeAlias = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+
+_FUNCTIONS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
+    "advantage estimator",
+    "algorithm.adv_estimator",
+    aliases={name: spec.same_as for name, spec in ADVANTAGE_ESTIMATORS.items() if spec.same_as is not None},
+)
+
+
+def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """Makes a function known as an advantage estimator under `name`, for use as a decorator.
+
+    Raises:
+        ValueError: when the name is taken by another function.
+    """
+    return _FUNCTIONS.register(name)
+
+
+def advantage_estimator_names() -> tuple[str, ...]:
+    """Returns the names of all registered estimators and their aliases."""
+    return _FUNCTIONS.names()
+
+
+def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
+    """Finds an estimator by its registered name, or imports it by ``module:function``.
+
+    Raises:
+        ValueError: when there is no such estimator.
+    """
+    return _FUNCTIONS.resolve(name)
 
 
 def required(value: Tensor | None, name: str, estimator: str) -> Tensor:

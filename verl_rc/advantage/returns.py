@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_rc.advantage.inputs import AdvantageInputs, required
+from verl_rc.advantage.inputs import AdvantageInputs, register_advantage_estimator, required
 from verl_rc.tensor_ops import masked_whiten
 
 _CHUNK = 64
@@ -96,6 +96,7 @@ def in_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return torch.cat([function(*block) for block in blocks])
 
 
+@register_advantage_estimator("gae")
 def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438) over response tokens, whitened over the batch.
 
@@ -137,6 +138,7 @@ def generalised_returns(rewards: Tensor, values: Tensor, response_mask: Tensor, 
     return in_row_blocks(block_returns, rewards, values, response_mask)
 
 
+@register_advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Whitened discounted returns-to-go (REINFORCE++, arXiv:2501.03262).
 
@@ -150,6 +152,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return masked_whiten(returns, inputs.response_mask), returns
 
 
+@register_advantage_estimator("remax")
 def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Returns-to-go minus the score of the prompt's greedy answer (ReMax, arXiv:2310.10505); undiscounted.
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from verl_rc.config.algorithms import AGGREGATIONS, LossAggregation
 from verl_rc.tensor_ops import masked_sum
 
-AggregationMode: TypeAlias = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
 Count: TypeAlias = float | Tensor
 
-AGGREGATION_MODES: tuple[str, ...] = get_args(AggregationMode)
+AGGREGATION_MODES: tuple[str, ...] = tuple(AGGREGATIONS)
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Aggregation:
         """Accepts a mode's name where a record is expected."""
         return aggregation if isinstance(aggregation, Aggregation) else cls(mode=aggregation)
 
-    def with_mode(self, mode: AggregationMode) -> Aggregation:
+    def with_mode(self, mode: LossAggregation) -> Aggregation:
         """Returns the same denominators under another mode, for losses that define their own average."""
         return replace(self, mode=mode)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs
+from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, register_policy_loss
 from verl_rc.tensor_ops import masked_row_sums
 
 LOG_SEQUENCE_RATIO_MAX = 10.0
@@ -16,7 +16,8 @@ WEIGHT_FLOOR = 1e-10
 
 def clip_ratio(ratio: Tensor, inputs: PolicyLossInputs) -> Tensor:
     """``clip(r, 1 − ε_low, 1 + ε_high)``, in the shape of `ratio`."""
-    return ratio.clamp(1 - inputs.parameters.clip_ratio_low, 1 + inputs.parameters.clip_ratio_high)
+    low, high = inputs.parameters.clip_bounds
+    return ratio.clamp(1 - low, 1 + high)
 
 
 def surrogates(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,6 +25,7 @@ def surrogates(inputs: PolicyLossInputs, ratio: Tensor) -> tuple[Tensor, Tensor]
     return -inputs.advantages * ratio, -inputs.advantages * clip_ratio(ratio, inputs)
 
 
+@register_policy_loss("vanilla")
 def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The clipped surrogate (PPO, arXiv:1707.06347) with dual clip (arXiv:1912.09729); the loss mode ``vanilla``.
 
@@ -44,6 +46,7 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     }
 
 
+@register_policy_loss("gspo")
 def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The clipped surrogate on the ratio of a whole sequence (GSPO, arXiv:2507.18071); the loss mode ``gspo``.
 
@@ -69,6 +72,7 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     }
 
 
+@register_policy_loss("geo_mean")
 def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Geometric-mean policy optimisation (GMPO, arXiv:2507.20673); the loss mode ``geo_mean``.
 
@@ -89,7 +93,8 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         kept = kept & (weights > 0)
     log_ratio = inputs.log_ratio
     log_ratio = log_ratio.where(kept, log_ratio.detach())
-    clamped = log_ratio.clamp(-inputs.parameters.clip_ratio_low, inputs.parameters.clip_ratio_high)
+    low, high = inputs.parameters.clip_bounds
+    clamped = log_ratio.clamp(-low, high)
     sign = inputs.advantages.sign()
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
     row_loss = -_row_mean(inputs.advantages, inputs.response_mask) * _row_mean(pessimistic, inputs.response_mask).exp()
@@ -111,6 +116,7 @@ def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (masked_row_sums(values, mask) / mask.sum(dim=-1).clamp(min=1)).unsqueeze(-1)
 
 
+@register_policy_loss("sapo")
 def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Soft adaptive policy optimisation (SAPO, arXiv:2511.20347); the loss mode ``sapo``.
 

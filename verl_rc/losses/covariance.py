@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import torch
 from torch import Tensor
 
 from verl_rc.losses.aggregate import LossMetric
 from verl_rc.losses.clipped import surrogates
-from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs
-
-CovarianceLoss: TypeAlias = Literal["clip_cov", "kl_cov"]
+from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs, register_policy_loss
 
 _HASH_BITS = 31
 _NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
 
+@register_policy_loss("clip_cov")
 def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """PPO clipping that also drops tokens of high covariance (Clip-Cov, arXiv:2505.22617); the loss mode ``clip_cov``.
 
@@ -38,6 +35,7 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     }
 
 
+@register_policy_loss("kl_cov")
 def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The unclipped surrogate with a penalty on tokens of high covariance (KL-Cov, arXiv:2505.22617); ``kl_cov``.
 
@@ -65,7 +63,7 @@ def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:
     return inputs.mean_over_tokens(inputs.advantages.double()), inputs.mean_over_tokens(inputs.log_probs.double())
 
 
-def selection_scores(name: CovarianceLoss, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor) -> Tensor:
+def selection_scores(name: str, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor) -> Tensor:
     """Orders the tokens by how early they are selected.
 
     Args:
@@ -90,7 +88,7 @@ def selection_scores(name: CovarianceLoss, inputs: PolicyLossInputs, advantage_m
     return scores.where(selectable, _NOT_SELECTABLE)
 
 
-def selection_size(name: CovarianceLoss, inputs: PolicyLossInputs, num_tokens: Tensor) -> Tensor:
+def selection_size(name: str, inputs: PolicyLossInputs, num_tokens: Tensor) -> Tensor:
     """Number of tokens that are selected out of `num_tokens` (0-d) of the mini-batch; at least 1."""
     share = inputs.parameters.kl_cov_ratio if name == "kl_cov" else inputs.parameters.clip_cov_ratio
     return (num_tokens.to(torch.float64) * share).floor().clamp(min=1).to(torch.int64)
@@ -129,7 +127,7 @@ def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
     return ((size - above) / level.clamp(min=1)).clamp(max=1).to(torch.float32)
 
 
-def _selected(name: CovarianceLoss, inputs: PolicyLossInputs) -> Tensor:
+def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
     """How much of each token is selected, [B, T], in [0, 1]: 0 or 1, but for tokens that nothing tells apart."""
     statistics = inputs.covariance_statistics
     if statistics is None:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from verl_rc.losses.clipped import clip_ratio
-from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs
+from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, register_policy_loss
 
 
+@register_policy_loss("gpg")
 def gpg_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Group policy gradient (GPG, arXiv:2504.02546); the loss mode ``gpg``.
 
@@ -20,6 +21,7 @@ def gpg_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     return inputs.reduce(-inputs.advantages * inputs.log_probs), {}
 
 
+@register_policy_loss("reinforce")
 def reinforce_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """REINFORCE (Williams 1992) with detached importance weights; the loss mode ``reinforce``.
 
@@ -34,6 +36,7 @@ def reinforce_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     return loss, {"actor/ppo_kl": inputs.mean_over_tokens(inputs.old_log_probs - inputs.log_probs)}
 
 
+@register_policy_loss("cispo")
 def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Clipped importance-sampling policy optimisation (CISPO, arXiv:2506.13585); the loss mode ``cispo``.
 
@@ -53,6 +56,7 @@ def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     }
 
 
+@register_policy_loss("dppo_tv")
 def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Divergence PPO with total variation (DPPO, arXiv:2602.04879); the loss mode ``dppo_tv``.
 
@@ -63,10 +67,11 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and the metrics of `_masked_policy_gradient`.
     """
     change = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
-    low, high = inputs.parameters.clip_ratio_low, inputs.parameters.clip_ratio_high
+    low, high = inputs.parameters.clip_bounds
     return _masked_policy_gradient(inputs, torch.where(inputs.advantages > 0, change <= high, change >= -low))
 
 
+@register_policy_loss("dppo_kl")
 def dppo_kl_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Divergence PPO with the binary KL divergence (DPPO, arXiv:2602.04879); the loss mode ``dppo_kl``.
 
@@ -81,8 +86,8 @@ def dppo_kl_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     rest, old_rest = -torch.expm1(current), -torch.expm1(old)
     tiny = torch.finfo(rest.dtype).tiny
     divergence = old.exp() * (old - current) + torch.xlogy(old_rest, old_rest / rest.clamp(min=tiny))
-    raised = (divergence <= inputs.parameters.clip_ratio_high) | (current <= old)
-    lowered = (divergence <= inputs.parameters.clip_ratio_low) | (current >= old)
+    low, high = inputs.parameters.clip_bounds
+    raised, lowered = (divergence <= high) | (current <= old), (divergence <= low) | (current >= old)
     return _masked_policy_gradient(inputs, torch.where(inputs.advantages > 0, raised, lowered))
 
 
@@ -102,6 +107,7 @@ def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[
     }
 
 
+@register_policy_loss("dro")
 def dro_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Direct reward optimisation (DRO, arXiv:2405.19107); the loss mode ``dro``.
 

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.actor import ActorConfig
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import TrainBatch
 from verl_rc.losses import (
-    CovarianceLoss,
     CovarianceStatistics,
     PolicyLossInputs,
-    PolicyLossParameters,
     clean_policy_loss_inputs,
     covariance_means,
+    loss_options,
     selection_counts,
     selection_scores,
     selection_size,
@@ -29,10 +29,11 @@ GatherOverRanks = Callable[[Tensor], Tensor]
 """Puts a vector of every rank behind those of the ranks before it."""
 
 
-def covariance_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> CovarianceLoss | None:
-    """The policy loss that runs, if it is one of the two."""
+def covariance_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str | None:
+    """The policy loss that runs, if it selects tokens by their covariance over the mini-batch."""
     name = policy_loss_name(config, correction)
-    return "clip_cov" if name == "clip_cov" else "kl_cov" if name == "kl_cov" else None
+    spec = POLICY_LOSSES.get(name)
+    return name if spec is not None and spec.selects_by_covariance else None
 
 
 def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig) -> PolicyLossInputs:
@@ -45,13 +46,13 @@ def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig)
             loss_mask=batch.loss_mask,
             response_mask=batch.response_mask,
             denominator_mask=batch.response_mask,
-            parameters=PolicyLossParameters.from_config(config),
+            parameters=loss_options(config),
         )
     )
 
 
 def covariance_statistics(
-    name: CovarianceLoss, micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks, from_ranks: GatherOverRanks
+    name: str, micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks, from_ranks: GatherOverRanks
 ) -> CovarianceStatistics:
     """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other ranks add.
 

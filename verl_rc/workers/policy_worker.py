@@ -42,7 +42,7 @@ class PolicyWorker(Learner):
         model_config, self._actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
-        self._needs_sum_pi_squared = config.needs_sum_pi_squared
+        self._needs_sum_pi_squared = config.algorithm.estimator_reads("sum_pi_squared")
         self._device = trainer_device(config.trainer.device)
         self._mesh = join_trainer_group(address, self._device)
         fsdp = self._actor.fsdp_config

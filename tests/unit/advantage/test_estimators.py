@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_rc.advantage import (
     AdvantageInputs,
-    advantage_estimator_names,
     compute_advantages,
     register_advantage_estimator,
     resolve_advantage_estimator,
 )
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "advantages.json").read_text())["cases"]
-NAMES = sorted(set(advantage_estimator_names()) - {"grpo_vectorized", "rloo_vectorized"})
-COMPARING_GROUPS = sorted(set(NAMES) - {"gae", "reinforce_plus_plus", "remax"})
+NAMES = [name for name, spec in ADVANTAGE_ESTIMATORS.items() if spec.same_as is None]
+COMPARING_GROUPS = [name for name in NAMES if ADVANTAGE_ESTIMATORS[name].compares_groups]
 
 
 def float64(values: Any) -> Tensor:

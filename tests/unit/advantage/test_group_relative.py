@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_rc.advantage import compute_advantages
-from verl_rc.config.algorithm import NEED_SEVERAL_SAMPLES
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 
 
 def one_token_rows(scores: list[float]) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ ALONE = {
 @pytest.mark.parametrize("name", ALONE)
 def test_samples_alone_in_their_groups_count_by_their_scores_unless_the_configuration_refuses_that(name: str) -> None:
     assert row_advantages(name, [1.0, 0.0, 2.0], [0, 1, 2]) == pytest.approx(ALONE[name], abs=1e-5)
-    assert (not any(ALONE[name])) == (name in NEED_SEVERAL_SAMPLES)
+    assert (not any(ALONE[name])) == ADVANTAGE_ESTIMATORS[name].needs_several_samples
 
 
 GROUPS = [0, 1, 0, 0, 1, 2]

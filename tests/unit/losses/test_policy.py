@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from verl_rc.config.algorithms import POLICY_LOSSES, LossOptions
 from verl_rc.losses import (
     Aggregation,
     CovarianceStatistics,
     LossMetric,
     PolicyLossInputs,
-    PolicyLossParameters,
     clean_policy_loss_inputs,
     compute_policy_loss,
     covariance_means,
-    policy_loss_names,
+    loss_options,
     register_policy_loss,
     resolve_policy_loss,
     selection_counts,
@@ -31,7 +30,7 @@ from verl_rc.losses import (
 )
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "policy_losses.json").read_text())["cases"]
-NAMES = policy_loss_names()
+NAMES = tuple(POLICY_LOSSES)
 CONFIG = {
     "clip_ratio_low": 0.1,
     "clip_ratio_high": 0.3,
@@ -86,7 +85,7 @@ def covariance_statistics(name: str, arguments: dict[str, Any], parts: list[Tens
     """What a trainer computes for a mini-batch from its parts, before the losses."""
     if name not in ("clip_cov", "kl_cov"):
         return None
-    parameters = PolicyLossParameters.from_config(CONFIG)
+    parameters = loss_options(CONFIG)
     cleaned = [
         clean_policy_loss_inputs(
             PolicyLossInputs(
@@ -268,6 +267,6 @@ def test_only_clip_ratio_given_has_an_effect(make_batch: Callable[..., Any]) -> 
     arguments = make_batch().policy_loss_arguments()
     narrow = compute_policy_loss("vanilla", **arguments, config={"clip_ratio": 0.01})[0]
     explicit = compute_policy_loss("vanilla", **arguments, config={"clip_ratio_low": 0.01, "clip_ratio_high": 0.01})[0]
-    wide = compute_policy_loss("vanilla", **arguments, config=replace(PolicyLossParameters(), clip_ratio_high=0.5))[0]
+    wide = compute_policy_loss("vanilla", **arguments, config=LossOptions(clip_ratio_high=0.5))[0]
     assert narrow == explicit
     assert narrow != wide

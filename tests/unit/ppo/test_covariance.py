@@ -12,7 +12,7 @@ from torch import Tensor
 from verl_rc.config.actor import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import TokenScores, TrainBatch
-from verl_rc.losses import Aggregation, CovarianceLoss, CovarianceStatistics, PolicyLossInputs, selection_scores
+from verl_rc.losses import Aggregation, CovarianceStatistics, PolicyLossInputs, selection_scores
 from verl_rc.ppo.covariance import covariance_inputs, covariance_loss_name, covariance_statistics
 from verl_rc.ppo.objective import policy_objective
 
@@ -102,7 +102,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(fields: Mapping[str, obj
 
 
 def over_two_ranks(
-    name: CovarianceLoss, shares: list[list[PolicyLossInputs]]
+    name: str, shares: list[list[PolicyLossInputs]]
 ) -> tuple[CovarianceStatistics, CovarianceStatistics]:
     """Two ranks in two threads, which wait for each other where ranks would."""
     barrier = Barrier(2, timeout=60)

@@ -3,12 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from verl_rc.config.algorithm import GROUP_ESTIMATORS, TOKEN_BASELINE_ESTIMATORS
+from verl_rc.config.algorithms import EstimatorOption, EstimatorSpec
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.plan.objective import PolicyPlan
-
-_WITH_STD = ("grpo", "grpo_passk")
-_VECTORIZED = "_vectorized"
 
 
 @dataclass(frozen=True)
@@ -16,19 +13,11 @@ class AdvantagePlan:
     """How advantages come about."""
 
     estimator: str
-    """Its name, without verl's ``_vectorized``."""
-    is_known: bool
-    """False: a function of the user's own, which may look at everything."""
-    compares_groups: bool
-    """Samples of one prompt are compared."""
+    """Its name; that of the estimator it is another name for."""
+    spec: EstimatorSpec | None
+    """None: a function of the user's own, which may look at everything."""
     uses_values: bool
     """The critic's values are subtracted."""
-    uses_gamma: bool
-    uses_lam: bool
-    uses_std: bool
-    """``norm_adv_by_std_in_grpo`` is read."""
-    never_negative: bool
-    """No advantage is below 0."""
     excludes_rejected: bool
     """Rows of which nothing is kept leave the group's baseline."""
     reward_kl: bool
@@ -36,38 +25,42 @@ class AdvantagePlan:
     inputs: tuple[str, ...]
     """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``ScoreDetails`` (and ``scores``) that change the actor's update."""
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether samples of one prompt are compared."""
+        return self.spec is None or self.spec.compares_groups
+
+    def reads(self, option: EstimatorOption) -> bool:
+        """Whether an option of ``algorithm`` changes advantages."""
+        return self.spec is None or option in self.spec.options
+
 
 def plan_advantages(config: RunConfig, policy: PolicyPlan) -> AdvantagePlan:
     """Advantages under ``config``, and everything the actor's update follows from."""
-    algorithm = config.algorithm
-    estimator = algorithm.adv_estimator.removesuffix(_VECTORIZED)
-    is_known = ":" not in estimator
+    algorithm, spec = config.algorithm, config.algorithm.estimator
     plan = AdvantagePlan(
-        estimator=estimator,
-        is_known=is_known,
-        compares_groups=not is_known or estimator in GROUP_ESTIMATORS,
-        uses_values=estimator == "gae" or (not is_known and config.needs_critic),
-        uses_gamma=not is_known or estimator in ("gae", "reinforce_plus_plus"),
-        uses_lam=not is_known or estimator == "gae",
-        uses_std=not is_known or estimator in _WITH_STD,
-        never_negative=estimator == "grpo_passk",
+        estimator=algorithm.adv_estimator if spec is None or spec.same_as is None else spec.same_as,
+        spec=spec,
+        uses_values=config.needs_critic if spec is None else "values" in spec.inputs,
         excludes_rejected=algorithm.rollout_correction.rejected_in_group_baseline == "exclude",
-        reward_kl=algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef != 0 and estimator != "gdpo",
+        reward_kl=algorithm.use_kl_in_reward
+        and algorithm.kl_ctrl.kl_coef != 0
+        and not algorithm.estimator_reads("component_scores"),
         inputs=(),
     )
     return replace(plan, inputs=tuple(dict.fromkeys(_inputs(plan, policy))))
 
 
 def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
+    needed = () if plan.spec is None else plan.spec.inputs
     yield "response_mask"
-    yield "component_scores" if plan.estimator == "gdpo" else "scores"
-    if plan.estimator == "remax":
+    yield "component_scores" if "component_scores" in needed else "scores"
+    if "reward_baselines" in needed:
         yield "reward_baselines"
-    uses_distribution = plan.estimator in TOKEN_BASELINE_ESTIMATORS
-    if uses_distribution:
+    if "sum_pi_squared" in needed:
         yield "sum_pi_squared"
     corrects = policy.weights or policy.rejects
-    reads_old = policy.facts is None or policy.facts.reads_old_log_probs or plan.reward_kl or uses_distribution
+    reads_old = policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl or "old_log_probs" in needed
     if corrects or (policy.bypass and reads_old):
         yield "rollout_log_probs"
     if not policy.bypass and (corrects or reads_old):

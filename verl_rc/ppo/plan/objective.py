@@ -4,53 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from verl_rc.config.algorithms import POLICY_LOSSES, LossSpec
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.bypass import needs_statistics_first
 from verl_rc.ppo.covariance import covariance_loss_name
 from verl_rc.ppo.objective import policy_loss_name
-
-RatioKind = Literal["token", "row", "penalty", "none"]
-"""Where a loss reads the old policy: a ratio of each token, one of each row, only a penalty, or nowhere."""
-
-
-@dataclass(frozen=True)
-class LossFacts:
-    """What a policy loss looks at."""
-
-    ratio: RatioKind
-    gradient_through: Literal["ratio", "log_prob"]
-    """What carries the gradient: the ratio itself, or log π while the ratio is a constant."""
-    options: tuple[str, ...] = ()
-    """Keys of ``actor_rollout_ref.actor`` that it reads."""
-    aggregation: str | None = None
-    """Its own average, whatever ``loss_agg_mode`` says; None: that mode."""
-    only_negative: tuple[str, ...] = ()
-    """Those of its options that act only where the advantage is negative."""
-
-    @property
-    def reads_old_log_probs(self) -> bool:
-        """Whether the policy before the update matters at all."""
-        return self.ratio != "none"
-
-
-_CLIPS = ("clip_ratio_low", "clip_ratio_high")
-_COVARIANCE_BAND = ("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub")
-_LOW = ("clip_ratio_low",)
-LOSS_FACTS = {
-    "vanilla": LossFacts("token", "ratio", (*_CLIPS, "clip_ratio_c"), only_negative=(*_LOW, "clip_ratio_c")),
-    "gspo": LossFacts("row", "ratio", _CLIPS, only_negative=_LOW),
-    "gpg": LossFacts("none", "log_prob"),
-    "cispo": LossFacts("token", "log_prob", _CLIPS),
-    "geo_mean": LossFacts("row", "ratio", _CLIPS, "seq-mean-token-sum", only_negative=_LOW),
-    "sapo": LossFacts("token", "ratio", ("tau_pos", "tau_neg"), "seq-mean-token-mean", only_negative=("tau_neg",)),
-    "clip_cov": LossFacts("token", "ratio", (*_CLIPS, *_COVARIANCE_BAND), only_negative=_LOW),
-    "kl_cov": LossFacts("token", "ratio", ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")),
-    "dppo_tv": LossFacts("token", "log_prob", (*_CLIPS, "clip_ratio_c"), only_negative=_LOW),
-    "dppo_kl": LossFacts("token", "log_prob", (*_CLIPS, "clip_ratio_c"), only_negative=_LOW),
-    "dro": LossFacts("penalty", "log_prob", ("policy_loss.dro_beta",)),
-    "reinforce": LossFacts("none", "log_prob"),
-}
-"""Every policy loss that a configuration can choose by name."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +27,7 @@ class PolicyPlan:
 
     loss: str
     """Name of the policy loss that runs."""
-    facts: LossFacts | None
+    spec: LossSpec | None
     """None: a loss of the user's own, which may look at everything."""
     bypass: bool
     """The current policy is corrected in the actor; else the proximal one in the driver."""
@@ -122,12 +80,12 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
     """The actor's objective under ``config``."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     loss = policy_loss_name(actor, correction)
-    facts = LOSS_FACTS.get(loss)
+    spec = POLICY_LOSSES.get(loss)
     bypass = correction.bypass_mode
-    own_aggregation = None if facts is None else facts.aggregation
+    own_aggregation = None if spec is None else spec.aggregation
     plan = PolicyPlan(
         loss=loss,
-        facts=facts,
+        spec=spec,
         bypass=bypass,
         weights=correction.rollout_is is not None and (not bypass or correction.loss_type == "reinforce"),
         rejects=correction.rejects,
@@ -154,7 +112,7 @@ def _operand_names(plan: PolicyPlan) -> Iterator[str]:
     yield "log_probs"
     if plan.entropy_coeff != 0:
         yield "entropys"
-    if plan.facts is None or plan.facts.reads_old_log_probs:
+    if plan.spec is None or plan.spec.reads_old_log_probs:
         yield "old_log_probs"
     if plan.bypass and (plan.weights or plan.rejects):
         yield "rollout_log_probs"
@@ -172,4 +130,4 @@ def _operand_names(plan: PolicyPlan) -> Iterator[str]:
 def _reads_response_mask(plan: PolicyPlan) -> bool:
     """Whether tokens that are not in ``loss_mask`` count somewhere: in a denominator, or in the ratio of a whole row."""
     is_counted = plan.denominator == "original" and plan.aggregations != {"token-sum"}
-    return is_counted or plan.facts is None or plan.facts.ratio == "row"
+    return is_counted or plan.spec is None or plan.spec.ratio == "row"

@@ -5,17 +5,15 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from verl_rc.config.algorithm import GROUP_ESTIMATORS
+from verl_rc.config.algorithms import LOSS_OPTIONS
 from verl_rc.config.run import FALLBACKS, RunConfig
 from verl_rc.ppo.plan.advantages import AdvantagePlan
-from verl_rc.ppo.plan.objective import LOSS_FACTS, PolicyPlan
+from verl_rc.ppo.plan.objective import PolicyPlan
 from verl_rc.ppo.plan.schedule import BatchArithmetic
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
-_LOSS_OPTIONS = sorted({option for facts in LOSS_FACTS.values() for option in facts.options} - {"policy_loss.dro_beta"})
-"""Without ``dro_beta``, which the loader refuses where it is unread."""
 _GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
 
@@ -62,14 +60,16 @@ def _unread(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) ->
 
 
 def _unread_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[Unread]:
-    actor, facts = config.actor_rollout_ref.actor, policy.facts
+    actor, spec = config.actor_rollout_ref.actor, policy.spec
     own_clips = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
     yield policy.loss == "reinforce", ("policy_loss.loss_mode",), f"{_CORRECTION}.loss_type=reinforce is the policy loss"
-    if facts is not None:
-        unread = [option for option in _LOSS_OPTIONS if option not in facts.options]
+    if spec is not None:
+        # The loader refuses a required option where it is unread, so that none is left to be listed.
+        unread = sorted(option.key for option in LOSS_OPTIONS if option not in spec.options and not option.is_required)
         yield True, unread, f"the loss {policy.loss} does not read it"
         reason = f"the estimator {advantages.estimator} gives no negative advantage"
-        yield advantages.never_negative, facts.only_negative, reason
+        gives_none = advantages.spec is not None and advantages.spec.never_negative
+        yield gives_none, [option.key for option in spec.only_negative], reason
         yield _CLIPS[0] in unread, ("clip_ratio",), f"the loss {policy.loss} does not read it"
         yield _CLIPS[0] not in unread and own_clips, ("clip_ratio",), "clip_ratio_low and clip_ratio_high were given"
     has_own_average = policy.regulariser_aggregation not in policy.aggregations
@@ -87,9 +87,9 @@ def _unread_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: Advan
 
 def _unread_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
     algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
-    yield not advantages.uses_gamma, ("gamma",), estimator
-    yield not advantages.uses_lam, ("lam",), estimator
-    yield not advantages.uses_std, ("norm_adv_by_std_in_grpo",), estimator
+    yield not advantages.reads("gamma"), ("gamma",), estimator
+    yield not advantages.reads("lam"), ("lam",), estimator
+    yield not advantages.reads("norm_adv_by_std_in_grpo"), ("norm_adv_by_std_in_grpo",), estimator
     yield not algorithm.use_kl_in_reward, ("kl_penalty", "kl_ctrl.*"), "use_kl_in_reward=False"
     is_fixed = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed"
     yield is_fixed, ("kl_ctrl.target_kl", "kl_ctrl.horizon"), "kl_ctrl.type=fixed"
@@ -132,10 +132,11 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield f"{_ACTOR}.use_kl_loss", "kl_loss_coef=0: the divergence is reported, for a forward pass of the reference policy"
         yield f"{_ACTOR}.kl_loss_type", "kl_loss_coef=0"
-    if config.algorithm.adv_estimator == "gdpo":
+    if config.algorithm.estimator_reads("component_scores"):
         more = ("kl_penalty", "kl_ctrl.kl_coef") if config.algorithm.use_kl_in_reward else ()
         for key in ("use_kl_in_reward", *more):
-            yield f"algorithm.{key}", "the estimator gdpo looks at the parts of the reward, which carry no penalty"
+            reason = f"the estimator {config.algorithm.adv_estimator} looks at the parts of the reward, which carry no penalty"
+            yield f"algorithm.{key}", reason
     elif config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
         yield "algorithm.use_kl_in_reward", "kl_ctrl.kl_coef=0: the divergence is reported, for a forward pass of the reference"
         yield "algorithm.kl_penalty", "kl_ctrl.kl_coef=0"
@@ -143,7 +144,8 @@ def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[str]:
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    if sizes.samples == 1 and config.algorithm.adv_estimator.removesuffix("_vectorized") in GROUP_ESTIMATORS:
+    estimator = config.algorithm.estimator
+    if sizes.samples == 1 and estimator is not None and estimator.compares_groups:
         yield (
             f"actor_rollout_ref.rollout.n=1 gives algorithm.adv_estimator={config.algorithm.adv_estimator} nothing to compare a "
             "sample with: its advantage is made of its own score, without a baseline, as in verl. Raise rollout.n for advantages "
@@ -164,7 +166,7 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
             f"{_ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient that does not depend on the reference policy and is 0 in "
             "expectation: it holds nothing back. Pass low_var_kl, k2, or kl+ (its value, with the gradient of the divergence)."
         )
-    ratio = None if policy.facts is None else policy.facts.ratio
+    ratio = None if policy.spec is None else policy.spec.ratio
     if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row"):
         yield (
             "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to rounding and no clip "

@@ -128,7 +128,7 @@ def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> It
     trainer, rows = config.trainer, sizes.rows
     resampled = config.algorithm.filter_groups.enable
     yield Phase("gen", "engines", every="and reward, until enough prompts have samples that differ" if resampled else "")
-    if config.algorithm.adv_estimator == "remax":
+    if config.algorithm.estimator_reads("reward_baselines"):
         yield Phase("gen_max", "engines", every="one greedy response for each prompt")
     yield Phase("reward", "driver")
     if not policy.bypass:

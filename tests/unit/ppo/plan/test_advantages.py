@@ -1,13 +1,14 @@
 """The inputs that a plan names decide the actor's update, and no other column of the driver does."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from planned_runs import INPUTS, Given, Inputs, config_of, outcome, perturbed
 from torch import Tensor
 
-from verl_rc.config.algorithm import ADVANTAGE_ESTIMATORS
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorOption
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.plan.advantages import plan_advantages
 from verl_rc.ppo.plan.objective import plan_policy
@@ -91,8 +92,6 @@ def test_the_inputs_decide_the_update_and_nothing_else_does(name: str) -> None:
 def test_of_an_estimator_of_the_users_own_everything_is_assumed() -> None:
     config = config_of({f"{ALGORITHM}.adv_estimator": "mine:advantages", f"{ALGORITHM}.gamma": 0.9})
     plan = plan_advantages(config, plan_policy(config))
-    assert not plan.is_known
+    assert plan.spec is None
     assert plan.compares_groups
-    assert plan.uses_gamma
-    assert plan.uses_lam
-    assert plan.uses_std
+    assert all(plan.reads(option) for option in get_args(EstimatorOption))

@@ -7,12 +7,11 @@ import torch
 from planned_runs import EMPTY_ROW, INPUTS, Given, config_of, current_scores, loss_of, perturbed, scored_step
 from torch import Tensor
 
-from verl_rc.config.actor import POLICY_LOSSES
+from verl_rc.config.algorithms import LOSS_MODES, POLICY_LOSSES
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
-from verl_rc.losses import AGGREGATION_MODES, Aggregation, policy_loss_names
+from verl_rc.losses import AGGREGATION_MODES, Aggregation
 from verl_rc.ppo.objective import value_objective
-from verl_rc.ppo.plan import LOSS_FACTS
 from verl_rc.ppo.plan.objective import Operand, plan_policy, plan_value
 from verl_rc.ppo.train_batch import critic_batch
 
@@ -69,7 +68,7 @@ def _matrix() -> Iterator[tuple[str, Given]]:
     for name, given in CORRECTIONS.items():
         for more, regulariser in REGULARISERS.items():
             yield f"{name}; {more}", {**given, **regulariser}
-    for loss in POLICY_LOSSES:
+    for loss in LOSS_MODES:
         for name in ("decoupled", "decoupled, weights, veto", "decoupled, kept", "bypass, rejection", "bypass, kept"):
             yield f"{loss}; {name}", {**CORRECTIONS[name], **loss_choice(loss)}
     for mode, given in MODES.items():
@@ -171,13 +170,13 @@ def test_weights_and_masks_made_in_the_actor_are_constants(name: str) -> None:
 
 
 def test_every_loss_and_every_average_is_walked() -> None:
-    assert set(POLICY_LOSSES) | {"reinforce"} == set(LOSS_FACTS) <= set(policy_loss_names())
+    assert {plan_policy(config_of(given)).loss for given in MATRIX.values()} == set(POLICY_LOSSES)
     assert {config_of(given).actor_rollout_ref.actor.loss_agg_mode for given in MATRIX.values()} == set(AGGREGATION_MODES)
 
 
 def test_of_a_loss_of_the_users_own_everything_is_assumed() -> None:
     plan = plan_policy(config_of({f"{ACTOR}.policy_loss.loss_mode": "my_losses:mine"}))
-    assert plan.facts is None
+    assert plan.spec is None
     assert {"old_log_probs", "response_mask", "loss_mask"} <= {operand.name for operand in plan.operands}
 
 
