@@ -46,6 +46,10 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     ),
     "actor_rollout_ref.rollout.val_kwargs.do_sample": ("without effect: the temperature decides", "False is greedy"),
     "data.truncation": ("without effect: prompts are cut on the left", "`error` stops at a prompt too long, `left` cuts it"),
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
+        "the side that is cut; before May 2026 (pull request 6313) the side that was kept",
+        "the side that is cut; with `middle`, an odd limit keeps one character more of the beginning",
+    ),
     "algorithm.rollout_correction.rollout_rs_threshold": (
         "bounds of k1 rules are executed on rollout/train",
         "they bound train/rollout, as the documents of both projects say",

@@ -80,8 +80,8 @@ class RewardConfig(StrictModel):
     on_failure: Literal["stop", "score"] = "stop"
     """What happens when a response cannot be scored: a call that raises, hangs, kills its process or returns no number.
     ``stop``: the run stops with a message that names the sample; ``score``: the sample gets ``failure_score`` and
-    counts as not right where there is an accuracy. Built-in mathematics that finds no end is a wrong answer either way.
-    ``reward/failed_fraction`` counts all of these."""
+    counts as not right where there is an accuracy. Built-in mathematics that finds no end, or cannot read the row's ground
+    truth, is a wrong answer either way, and one such row is named a step. ``reward/failed_fraction`` counts all of these."""
     failure_score: float | None = Field(None, allow_inf_nan=False)
     """The score of a failed sample with ``on_failure=score``, which needs it; refused otherwise."""
 

@@ -82,12 +82,12 @@ class MultiTurnConfig(StrictModel):
     max_parallel_calls: int = Field(1, ge=1)
     """Calls of one turn that are answered, the first ones."""
     max_tool_response_length: int = Field(256, ge=1)
-    """Longest answer of a tool, characters."""
+    """Longest answer of a tool, characters; a longer one is cut, and marked as cut."""
     tool_timeout_seconds: float = Field(60.0, gt=0)
     """Longest time of one call of a tool, seconds; a tool that takes longer ends the run, as one that raises does (anything but
     ``ToolError``)."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """What is kept of a longer answer: its left or right end, or both (``middle``)."""
+    """The side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle`` both."""
 
 
 class RolloutConfig(StrictModel):

@@ -34,14 +34,14 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
-        `actor/pg_clipfrac_lower` (share of tokens where c acts), `actor/ppo_kl` (mean of old − current, nats).
+        `actor/pg_clipfrac_lower` (share of tokens where c acts), those of `ppo_kl_metrics`.
     """
     unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
     surrogate, bound = torch.maximum(unclipped, clipped), -inputs.advantages * inputs.parameters.clip_ratio_c
     negative = inputs.advantages < 0
     return inputs.reduce(torch.where(negative, torch.minimum(surrogate, bound), surrogate)), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(clipped > unclipped),
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(negative & (surrogate > bound)),
     }
 
@@ -86,7 +86,7 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with d outside [−ε_low, ε_high] and A > 0),
-        `actor/pg_clipfrac_lower` (the same with A < 0), `actor/ppo_kl` (mean of old − current, nats).
+        `actor/pg_clipfrac_lower` (the same with A < 0), those of `ppo_kl_metrics`.
     """
     kept, weights = inputs.loss_mask, inputs.rollout_is_weights
     if weights is not None:
@@ -106,7 +106,7 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     outside = log_ratio.detach() != clamped.detach()
     return loss, {
         "actor/pg_clipfrac": inputs.mean_over_tokens(outside & (inputs.advantages > 0)),
-        "actor/ppo_kl": inputs.mean_over_tokens(-log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(outside & (inputs.advantages < 0)),
     }
 
@@ -126,7 +126,7 @@ def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` and `actor/pg_clipfrac_lower` (both 0: nothing is clipped),
-        `actor/ppo_kl` (mean of old − current, nats).
+        those of `ppo_kl_metrics`.
     """
     ratio = inputs.log_ratio.exp()
     positive = ratio.new_full((), inputs.parameters.tau_pos)
@@ -136,6 +136,6 @@ def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     loss = inputs.reduce(-inputs.advantages * gate, inputs.aggregation.with_mode("seq-mean-token-mean"))
     return loss, {
         "actor/pg_clipfrac": none_clipped,
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": none_clipped,
     }

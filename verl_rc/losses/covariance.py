@@ -24,14 +24,14 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     is dropped in part, so that the share is exact. Rejected tokens enter neither the sum nor the means.
 
     Returns:
-        The loss, 0-d, and `actor/pg_clipfrac` (share of dropped tokens), `actor/ppo_kl` (mean of old − current, nats).
+        The loss, 0-d, and `actor/pg_clipfrac` (share of dropped tokens), those of `ppo_kl_metrics`.
     """
     unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
     dropped = _selected("clip_cov", inputs)
     token_loss = torch.maximum(unclipped, clipped)
     return inputs.reduce(token_loss * (1 - dropped)), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(dropped),
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
     }
 
 
@@ -47,11 +47,11 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, and `actor/ppo_kl` (mean of |old − current|, nats).
     """
-    log_ratio = inputs.log_ratio
-    penalty = inputs.parameters.ppo_kl_coef * log_ratio.abs()
+    distance = (inputs.log_probs - inputs.old_log_probs).abs()  # unclamped: the penalty must pull back what has gone far
+    penalty = inputs.parameters.ppo_kl_coef * distance
     selected = _selected("kl_cov", inputs)
-    token_loss = -inputs.advantages * log_ratio.exp() + penalty * selected
-    return inputs.reduce(token_loss), {"actor/ppo_kl": inputs.mean_over_tokens(log_ratio.abs())}
+    token_loss = -inputs.advantages * inputs.log_ratio.exp() + penalty * selected
+    return inputs.reduce(token_loss), {"actor/ppo_kl": inputs.mean_over_tokens(distance)}
 
 
 def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:

@@ -88,6 +88,14 @@ class PolicyLossInputs:
         """Reports the mean of `values` over `loss_mask`."""
         return token_metric(values, self.loss_mask)
 
+    def ppo_kl_metrics(self) -> dict[str, LossMetric]:
+        """Reports, for the losses that use `log_ratio`, its negative mean (nats) and the share of tokens that it clamps."""
+        clamped = (self.log_probs - self.old_log_probs).abs() > LOG_RATIO_BOUND
+        return {
+            "actor/ppo_kl": self.mean_over_tokens(-self.log_ratio),
+            "actor/ppo_kl_clamped_fraction": self.mean_over_tokens(clamped),
+        }
+
 
 PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
 

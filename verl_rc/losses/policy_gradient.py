@@ -45,13 +45,13 @@ def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with r outside the band), `actor/pg_clipfrac_lower` (0),
-        `actor/ppo_kl` (mean of old − current, nats).
+        those of `ppo_kl_metrics`.
     """
     ratio = inputs.log_ratio.detach().exp()
     clipped_ratio = clip_ratio(ratio, inputs)
     return inputs.reduce(-clipped_ratio * inputs.advantages * inputs.log_probs), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(ratio != clipped_ratio),
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(torch.zeros_like(ratio)),
     }
 
@@ -96,13 +96,13 @@ def _masked_policy_gradient(inputs: PolicyLossInputs, trusted: Tensor) -> tuple[
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens outside the region), `actor/pg_clipfrac_lower` (share
-        inside it with r > c), `actor/ppo_kl` (mean of old − current, nats).
+        inside it with r > c), those of `ppo_kl_metrics`.
     """
     ratio, cap = inputs.log_ratio.detach().exp(), inputs.parameters.clip_ratio_c
     token_loss = -inputs.advantages * ratio.clamp(max=cap) * inputs.log_probs
     return inputs.reduce(token_loss.where(trusted, 0)), {
         "actor/pg_clipfrac": inputs.mean_over_tokens(~trusted),
-        "actor/ppo_kl": inputs.mean_over_tokens(-inputs.log_ratio),
+        **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(trusted & (ratio > cap)),
     }
 
@@ -123,7 +123,7 @@ def dro_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     beta = inputs.parameters.dro_beta
     if beta is None:
         raise ValueError("the loss 'dro' needs actor_rollout_ref.actor.policy_loss.dro_beta > 0, got None")
-    log_ratio = inputs.log_ratio
+    log_ratio = inputs.log_probs - inputs.old_log_probs  # unclamped: the penalty must pull back what has gone far
     return inputs.reduce(0.5 * beta * log_ratio.square() - inputs.advantages * inputs.log_probs), {
         "actor/ppo_kl": inputs.mean_over_tokens(-log_ratio)
     }

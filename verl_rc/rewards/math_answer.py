@@ -7,16 +7,31 @@ from typing import Any
 
 _DAPO_TAIL = 300
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_BLANKS = r"(?:\s|\\[ ,;:!])*"
+_UNITS = r"dollars?|points?|integers?|weeks?|foot|centimeters?|(?:mm|cm|km|m|in|ft)\s*\^\s*\{?[23]\}?"
+_IGNORED = re.compile(
+    "|".join(
+        [
+            rf"{_BLANKS}(?:\\?%|\\text\{{\s*percent\s*\}}|\bpercent\b)",
+            rf"{_BLANKS}(?:\^?\{{?\\(?:text)?degree(?![a-zA-Z])\}}?|°)",
+            rf"(?<=[0-9}}]){_BLANKS}(?:{_UNITS})$",
+        ]
+    )
+)
+"""Percent signs, degree signs and units that verl's scorers ignore and math-verify, inside ``\\boxed{}``, stumbles over."""
+_NUMBER_AS_TEXT = re.compile(r"\\text(?:bf)?\{\s*([-+]?[0-9.,]+)\s*\}")
 
 
 def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 when the last ``\\boxed{}`` of ``solution_str`` means the same as ``ground_truth``, else 0.0.
 
-    Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. It need not come to an end, and
-    has no time limit here: call it in a process that can be killed.
+    Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. Percent and degree signs are
+    ignored as in verl's scorers: 50 % is 50, and not 0.5. It need not come to an end, and has no time limit here: call it in
+    a process that can be killed.
+    Raises ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
     """
     answer = last_boxed(solution_str)
-    right = float(answer is not None and _means_the_same(answer, str(ground_truth)))
+    right = float(_means_the_same(answer, str(ground_truth)))
     return {"score": right, "acc": right, "pred": answer}
 
 
@@ -24,12 +39,13 @@ def dapo_math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score +1.0 when right and -1.0 when wrong (DAPO, arXiv:2503.14476).
 
     The answer is what follows the last ``Answer:`` within the last 300 characters; a ``\\boxed{}`` there counts as well
-    and goes first, whether or not ``Answer:`` stands before it.
+    and goes first, whether or not ``Answer:`` stands before it. Equality as in ``math_answer``.
+    Raises ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
     """
     tail = solution_str[-_DAPO_TAIL:]
     marked = _DAPO_ANSWER.findall(tail)
     answer = last_boxed(tail) or (marked[-1].strip().strip("$").strip() if marked else None)
-    right = answer is not None and _means_the_same(answer, str(ground_truth))
+    right = _means_the_same(answer, str(ground_truth))
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}
 
 
@@ -46,13 +62,28 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _means_the_same(answer: str, ground_truth: str) -> bool:
-    if answer == ground_truth.strip():
+def _means_the_same(answer: str | None, ground_truth: str) -> bool:
+    """Whether ``answer`` (None: there is none) is right; looks at ``ground_truth`` even if there is none."""
+    if answer == ground_truth.strip() != "":
         return True
     verifier = load_verifier()
-    boxed = [f"\\boxed{{{text}}}" for text in (last_boxed(ground_truth) or ground_truth, answer)]
-    expected, given = [verifier.parse(text, parsing_timeout=None, raise_on_error=False) for text in boxed]
-    return bool(verifier.verify(expected, given, timeout_seconds=None, raise_on_error=False))
+
+    def parsed(text: str) -> list[Any]:
+        found: list[Any] = verifier.parse(f"\\boxed{{{_plain(text)}}}", parsing_timeout=None, raise_on_error=False)
+        return found
+
+    truth = last_boxed(ground_truth) or ground_truth.strip()
+    expected = parsed(truth)
+    if all(isinstance(part, str) for part in expected) and not truth.isalpha():  # a word like "true" is compared as text
+        raise ValueError(
+            f"the ground truth of a math problem must be something math-verify can read as mathematics, got {ground_truth!r}."
+        )
+    return answer is not None and bool(verifier.verify(expected, parsed(answer), timeout_seconds=None, raise_on_error=False))
+
+
+def _plain(text: str) -> str:
+    """``text`` without what does not change its meaning."""
+    return _IGNORED.sub("", _NUMBER_AS_TEXT.sub(r"\1", text.replace("~", " ").rstrip(" .\\")))
 
 
 @cache

@@ -82,13 +82,12 @@ def answer(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller) -> s
 
 
 def shortened(text: str, limit: int, side: str) -> str:
-    """``text`` cut to ``limit`` characters and marked as cut; ``side`` is the one that is *kept* (verl's meaning), ``middle``
-    keeps both ends."""
+    """``text`` cut to ``limit`` characters and marked where it is cut: on its left or right ``side``, or in the ``middle``."""
     if len(text) <= limit:
         return text
     if side == "left":
-        return text[:limit] + "...(truncated)"
-    if side == "right":
         return "(truncated)..." + text[len(text) - limit :]
+    if side == "right":
+        return text[:limit] + "...(truncated)"
     tail = limit // 2
     return text[: limit - tail] + "...(truncated)..." + text[len(text) - tail :]

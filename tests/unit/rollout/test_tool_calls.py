@@ -53,11 +53,11 @@ def test_the_format_chooses_the_parser_and_must_fit_the_tools() -> None:
     ("limit", "side", "text"),
     [
         (10, "left", "0123456789"),
-        (4, "left", "0123...(truncated)"),
-        (4, "right", "(truncated)...6789"),
+        (4, "left", "(truncated)...6789"),
+        (4, "right", "0123...(truncated)"),
         (5, "middle", "012...(truncated)...89"),
         (1, "middle", "0...(truncated)..."),
-        (1, "right", "(truncated)...9"),
+        (1, "left", "(truncated)...9"),
     ],
 )
 def test_long_answers_are_cut(limit: int, side: str, text: str) -> None:

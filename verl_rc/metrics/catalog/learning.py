@@ -20,8 +20,15 @@ _ACTOR = (
     MetricSpec(
         "actor/ppo_kl",
         "nats",
-        "mean over tokens in loss_mask of proximal − current log-prob (k1 of KL(proximal || current))",
+        "mean over tokens in loss_mask of old − current log-prob, k1 of KL(old || current); old: proximal, in bypass mode "
+        "rollout; each term clamped to ±20 nats but in gspo, dro, reinforce, kl_cov; kl_cov: of |old − current|; gpg: none",
         (-0.01, 0.1),
+    ),
+    MetricSpec(
+        "actor/ppo_kl_clamped_fraction",
+        "1",
+        "share of tokens in loss_mask whose old − current log-prob was clamped, in ppo_kl and in the ratio of the loss",
+        (0, 0.001),
     ),
     MetricSpec("actor/entropy", "nats", "mean over response tokens of the proximal policy's entropy"),
     MetricSpec("actor/entropy_loss", "nats", "entropy of the current policy, aggregated like pg_loss"),
