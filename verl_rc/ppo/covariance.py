@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.actor import ActorConfig
-from verl_rc.config.algorithms import POLICY_LOSSES
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import TrainBatch
 from verl_rc.losses import (
     CovarianceStatistics,
@@ -21,19 +19,11 @@ from verl_rc.losses import (
     selection_threshold,
     share_at_threshold,
 )
-from verl_rc.ppo.objective import policy_loss_name
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds a tensor up over the ranks that share a mini-batch."""
 GatherOverRanks = Callable[[Tensor], Tensor]
 """Puts a vector of every rank behind those of the ranks before it."""
-
-
-def covariance_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str | None:
-    """The policy loss that runs, if it selects tokens by their covariance over the mini-batch."""
-    name = policy_loss_name(config, correction)
-    spec = POLICY_LOSSES.get(name)
-    return name if spec is not None and spec.selects_by_covariance else None
 
 
 def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig) -> PolicyLossInputs:

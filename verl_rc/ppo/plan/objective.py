@@ -6,9 +6,7 @@ from typing import Literal
 
 from verl_rc.config.algorithms import POLICY_LOSSES, LossSpec
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.bypass import needs_statistics_first
-from verl_rc.ppo.covariance import covariance_loss_name
-from verl_rc.ppo.objective import policy_loss_name
+from verl_rc.ppo.choices import covariance_loss_name, needs_statistics_first, policy_loss_name
 
 
 @dataclass(frozen=True)
