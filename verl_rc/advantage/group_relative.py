@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.advantage.inputs import AdvantageInputs, Groups, register_advantage_estimator, required, required_groups
-from verl_rc.advantage.returns import ResponseOrder, countable_rewards, in_row_blocks, returns_to_go
-from verl_rc.tensor_ops import masked_whiten
+from verl_rc.advantage.returns import ResponseOrder, countable_rewards, returns_to_go
+from verl_rc.tensor_ops import in_row_blocks, masked_whiten
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, in units of reward."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_rc.advantage.inputs import AdvantageInputs, register_advantage_estimator, required
-from verl_rc.tensor_ops import masked_whiten
+from verl_rc.tensor_ops import in_row_blocks, masked_whiten
 
 _CHUNK = 64
-_BLOCK_ELEMENTS = 2**16
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,6 @@ def discounted_suffix_sums(terms: Tensor, discount: float) -> Tensor:
         decay = torch.full_like(steps, discount, dtype=terms.dtype).pow(chunk - steps)
         sums.addcmul_(following.unsqueeze(-1), decay)
     return sums.reshape(padded.shape)[:, :length]
-
-
-def in_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Applies a function of [B, T] tensors to a few rows at a time, so that its temporaries stay in the cache."""
-    rows = max(1, _BLOCK_ELEMENTS // max(tensors[0].shape[-1], 1))
-    blocks = zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
-    return torch.cat([function(*block) for block in blocks])
 
 
 @register_advantage_estimator("gae")

@@ -14,9 +14,7 @@ from torch import Tensor
 from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.named_functions import NamedFunctions
 from verl_rc.losses.aggregate import Aggregation, LossMetric, token_metric
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this many nats before they are exponentiated."""
+from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 LossMetrics: TypeAlias = Mapping[str, LossMetric]
 
@@ -76,7 +74,7 @@ class PolicyLossInputs:
     @property
     def log_ratio(self) -> Tensor:
         """log(current / old) in nats, clamped to ± `LOG_RATIO_BOUND`."""
-        return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return bound_log_ratio(self.log_probs - self.old_log_probs)
 
     def reduce(self, token_loss: Tensor, aggregation: Aggregation | None = None) -> Tensor:
         """Applies the importance weights to each token's loss and aggregates over `loss_mask`."""

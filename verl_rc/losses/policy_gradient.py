@@ -7,6 +7,7 @@ from torch import Tensor
 
 from verl_rc.losses.clipped import clip_ratio
 from verl_rc.losses.inputs import LossMetrics, PolicyLossInputs, register_policy_loss
+from verl_rc.tensor_ops import binary_kl
 
 
 @register_policy_loss("gpg")
@@ -83,9 +84,7 @@ def dppo_kl_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and the metrics of `_masked_policy_gradient`.
     """
     current, old = inputs.log_probs.detach(), inputs.old_log_probs
-    rest, old_rest = -torch.expm1(current), -torch.expm1(old)
-    tiny = torch.finfo(rest.dtype).tiny
-    divergence = old.exp() * (old - current) + torch.xlogy(old_rest, old_rest / rest.clamp(min=tiny))
+    divergence = binary_kl(old, current)
     low, high = inputs.parameters.clip_bounds
     raised, lowered = (divergence <= high) | (current <= old), (divergence <= low) | (current >= old)
     return _masked_policy_gradient(inputs, torch.where(inputs.advantages > 0, raised, lowered))
