@@ -50,6 +50,10 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
         "the side that is cut; before May 2026 (pull request 6313) the side that was kept",
         "the side that is cut; with `middle`, an odd limit keeps one character more of the beginning",
     ),
+    "algorithm.adv_estimator": (
+        "in a group of one sample, `opo` gives it its score, and `grpo_passk` raises",
+        "both give it 0; with `rollout.n=1` they are refused",
+    ),
     "algorithm.rollout_correction.rollout_rs_threshold": (
         "bounds of k1 rules are executed on rollout/train",
         "they bound train/rollout, as the documents of both projects say",

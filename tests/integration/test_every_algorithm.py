@@ -56,9 +56,9 @@ FURTHER = {
     "dppo_kl": ["actor_rollout_ref.actor.clip_ratio=0.001"],
     "gspo": ["actor_rollout_ref.actor.clip_ratio=3e-4"],
 }
-ALIASES = [name for name, spec in ADVANTAGE_ESTIMATORS.items() if spec.same_as is not None]
+VECTORIZED = ("grpo_vectorized", "rloo_vectorized")
 CHOICES = [
-    *(f"{ESTIMATOR}={name}" for name in (*ADVANTAGE_ESTIMATORS, "of_ones_own:signs") if name not in (*ALIASES, "grpo")),
+    *(f"{ESTIMATOR}={name}" for name in (*ADVANTAGE_ESTIMATORS, "of_ones_own:signs") if name not in (*VECTORIZED, "grpo")),
     *(f"{LOSS}={name}" for name in (*LOSS_MODES, "of_ones_own:log_prob_loss") if name != "vanilla"),
 ]
 

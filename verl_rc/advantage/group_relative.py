@@ -72,9 +72,18 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         Advantages and returns, equal, [B, T].
     """
     groups, scores = required_groups(inputs, "rloo"), row_scores(inputs)
-    sizes = groups.sizes(scores.dtype)
-    left_out = (scores - groups.means(scores)) * sizes / (sizes - 1).clamp(min=1)
-    return _on_every_token(left_out.where(sizes > 1, scores), inputs)
+    return _on_every_token(_left_out(groups, scores, alone=scores), inputs)
+
+
+@register_advantage_estimator("rloo_vectorized")
+def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """As `rloo`, but the only row of a group has A = 0: verl has both rules, under these names.
+
+    Returns:
+        Advantages and returns, equal, [B, T].
+    """
+    groups, scores = required_groups(inputs, "rloo_vectorized"), row_scores(inputs)
+    return _on_every_token(_left_out(groups, scores, alone=torch.zeros_like(scores)), inputs)
 
 
 @register_advantage_estimator("reinforce_plus_plus_baseline")
@@ -148,6 +157,13 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     summed, _ = _on_every_token(total, inputs)
     advantages = masked_whiten(summed, inputs.response_mask)
     return advantages, advantages
+
+
+def _left_out(groups: Groups, scores: Tensor, alone: Tensor) -> Tensor:
+    """Scores minus the mean of the others in their group; `alone` where there are no others."""
+    sizes = groups.sizes(scores.dtype)
+    left_out = (scores - groups.means(scores)) * sizes / (sizes - 1).clamp(min=1)
+    return left_out.where(sizes > 1, alone)
 
 
 def _centred(groups: Groups, scores: Tensor) -> Tensor:

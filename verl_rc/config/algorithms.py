@@ -303,9 +303,9 @@ class EstimatorSpec:
     never_negative: bool = False
     """No advantage is below 0."""
     needs_several_samples: bool = False
-    """A row alone in its group gets 0; with all others that compare rows it gets its own score."""
+    """A row alone in its group gets 0; from all others that compare rows it gets its own score, as in verl."""
     same_as: str | None = None
-    """Another name for this estimator, of which it is verl's second implementation."""
+    """The estimator that this is another name of, verl's."""
 
     @property
     def compares_groups(self) -> bool:
@@ -395,6 +395,8 @@ ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
         _TOKEN_BASELINE, title="Optimal token baseline, response tokens lined up across tool output"
     ),
     "grpo_vectorized": replace(_GRPO, same_as="grpo"),
-    "rloo_vectorized": replace(_RLOO, same_as="rloo", needs_several_samples=True),
+    "rloo_vectorized": replace(
+        _RLOO, title="Leave-one-out baseline, as verl's second implementation of it", needs_several_samples=True
+    ),
 }
 """Names for ``algorithm.adv_estimator``."""

@@ -38,27 +38,34 @@ def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 def dapo_math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score +1.0 when right and -1.0 when wrong (DAPO, arXiv:2503.14476).
 
-    The answer is what follows the last ``Answer:`` within the last 300 characters; a ``\\boxed{}`` there counts as well
-    and goes first, whether or not ``Answer:`` stands before it. Equality as in ``math_answer``.
+    The answer is what follows the last ``Answer:`` within the last 300 characters, in a ``\\boxed{}`` or not; without
+    ``Answer:`` it is the last ``\\boxed{}`` there. Equality as in ``math_answer``.
     Raises ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
     """
     tail = solution_str[-_DAPO_TAIL:]
     marked = _DAPO_ANSWER.findall(tail)
-    answer = last_boxed(tail) or (marked[-1].strip().strip("$").strip() if marked else None)
+    answer = last_boxed(marked[-1] if marked else tail)
+    if answer is None and marked:
+        answer = marked[-1].strip().strip("$").strip()
     right = _means_the_same(answer, str(ground_truth))
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{}`` or ``\\fbox{}`` of ``text``; None without one or when it is not closed."""
-    starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
-    if not starts:
+    """What stands in the last ``\\boxed{}`` or ``\\fbox{}`` of ``text``; None without one or when it is not closed.
+
+    ``\\boxed 7``, without braces, holds what comes before the next blank or dollar sign.
+    """
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)(?:\s*\{|\s+([^\s${]+))", text))
+    if not boxes:
         return None
-    depth = 1
-    for position in range(starts[-1], len(text)):
+    if boxes[-1][1] is not None:
+        return boxes[-1][1]
+    start, depth = boxes[-1].end(), 1
+    for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return text[starts[-1] : position].strip()
+            return text[start:position].strip()
     return None
 
 

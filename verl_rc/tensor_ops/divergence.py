@@ -18,7 +18,7 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) on tokens the policy sampled (Schulman 2020, "Approximating KL
     divergence").
 
-    With ``d = log_probs - ref_log_probs`` (any equal shapes, nats): k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) +
+    With ``d = log_probs - ref_log_probs`` (any equal shapes, nats), at least in float32: k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) +
     d - 1
     (``-d`` bounded by ±20, the result by ±10). A ``+`` keeps the value and takes k2's gradient, which is that of the
     KL itself:
@@ -29,7 +29,8 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
         raise ValueError(f"kl 'full' needs whole distributions, not sampled tokens' log-probs; use one of {', '.join(KL_KINDS)}.")
     if kind not in KL_KINDS:
         raise ValueError(f"the KL estimator must be one of {', '.join(KL_KINDS)}; got {kind!r}.")
-    difference = log_probs - ref_log_probs
+    dtype = torch.promote_types(torch.promote_types(log_probs.dtype, ref_log_probs.dtype), torch.float32)
+    difference = log_probs.to(dtype) - ref_log_probs.to(dtype)  # k3 of small gaps is lost in bfloat16
     value = _estimate(difference, kind.removesuffix("+"))
     if not kind.endswith("+"):
         return value

@@ -158,9 +158,13 @@ def test_runs_without_reading_tensors_on_the_host(name: str) -> None:
     assert advantages.shape == returns.shape == (4, 70)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
-def test_vectorized_names_are_the_same_estimators(name: str) -> None:
-    assert resolve_advantage_estimator(f"{name}_vectorized") is resolve_advantage_estimator(name)
+def test_vectorized_names_are_the_same_estimators_but_for_the_only_row_of_a_group() -> None:
+    assert resolve_advantage_estimator("grpo_vectorized") is resolve_advantage_estimator("grpo")
+    rewards, groups = torch.tensor([[3.0], [5.0], [1.0]]), ["a", "b", "b"]
+    for name, alone in (("rloo", 3.0), ("rloo_vectorized", 0.0), ("grpo", 3.0 / (1 + 1e-6))):
+        advantages, _ = compute_advantages(name, rewards, torch.ones(3, 1), groups, norm_adv_by_std_in_grpo=True)
+        expected = [2**0.5 / 2, -(2**0.5) / 2] if name == "grpo" else [4.0, -4.0]
+        assert advantages.flatten().tolist() == pytest.approx([alone, *expected], rel=1e-5)
 
 
 def raw_rewards(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:

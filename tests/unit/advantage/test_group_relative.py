@@ -132,6 +132,7 @@ ALONE = {
     "rloo": [1, 0, 2],
     "gpg": [1.5, 0, 3],  # one row of three has no score
     "reinforce_plus_plus_baseline": [0, -1, 1],  # whitened over the batch
+    "rloo_vectorized": [0, 0, 0],
     "opo": [0, 0, 0],
     "grpo_passk": [0, 0, 0],
 }
