@@ -18,12 +18,10 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) on tokens the policy sampled (Schulman 2020, "Approximating KL
     divergence").
 
-    With ``d = log_probs - ref_log_probs`` (any equal shapes, nats), at least in float32: k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) +
-    d - 1
-    (``-d`` bounded by ±20, the result by ±10). A ``+`` keeps the value and takes k2's gradient, which is that of the
-    KL itself:
-    ``k2 - sg(k2) + sg(base)``; k1's own gradient has mean zero and k3's is that of the opposite divergence.
-    Raises ``ValueError`` for an unknown kind, and for ``full``, which sampled log-probs cannot give.
+    With ``d = log_probs - ref_log_probs`` (any equal shapes, nats, in float32 at least): k1 = d, abs = |d|, k2 = d^2 / 2,
+    k3 = exp(-d) + d - 1 (``-d`` bounded by ±20, the result by ±10). A ``+`` keeps the value and takes k2's gradient, which
+    is that of the KL itself: ``k2 - sg(k2) + sg(base)``; k1's own gradient has mean zero and k3's is that of the opposite
+    divergence. Raises ``ValueError`` for an unknown kind, and for ``full``, which sampled log-probs cannot give.
     """
     if kind == "full":
         raise ValueError(f"kl 'full' needs whole distributions, not sampled tokens' log-probs; use one of {', '.join(KL_KINDS)}.")
