@@ -6,8 +6,8 @@ from pathlib import Path
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.plan import Phase, Plan, UpdateArithmetic, plan_of
 from verl_rc.report.formulas import divisors_of, parameter_values, policy_formula, total_formula
+from verl_rc.report.plan import Phase, Plan, UpdateArithmetic, plan_of
 
 PLAN_FILE = "plan.txt"
 _WIDTH = 118

@@ -2,7 +2,7 @@
 
 from verl_rc.config.algorithms import AGGREGATIONS
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.plan import PolicyPlan
+from verl_rc.report.plan import PolicyPlan
 
 
 def divisors_of(mode: str, counted: str, loss_scale_factor: int) -> str:

@@ -6,8 +6,8 @@ import pytest
 from planned_runs import Given, config_of
 
 from verl_rc.config.algorithms import AGGREGATIONS, LOSS_MODES
-from verl_rc.ppo.plan import plan_of
 from verl_rc.report.formulas import divisors_of, parameter_values, policy_formula, total_formula
+from verl_rc.report.plan import plan_of
 
 ACTOR = "actor_rollout_ref.actor"
 

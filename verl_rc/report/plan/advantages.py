@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from verl_rc.config.algorithms import EstimatorOption, EstimatorSpec
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.plan.objective import PolicyPlan
+from verl_rc.report.plan.objective import PolicyPlan
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from small_runs import ROOT
 
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
-from verl_rc.ppo.plan import Phase, Plan, plan_of
-from verl_rc.ppo.plan.schedule import UpdateArithmetic
+from verl_rc.report.plan import Phase, Plan, plan_of
+from verl_rc.report.plan.schedule import UpdateArithmetic
 
 ACTOR, CRITIC, TRAINER = "actor_rollout_ref.actor", "critic", "trainer"
 GAE: Given = {"algorithm.adv_estimator": "gae"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.micro_batch_limits import actor_limit, critic_limit
-from verl_rc.ppo.plan.objective import PolicyPlan
+from verl_rc.report.plan.objective import PolicyPlan
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pydantic import BaseModel
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
 from verl_rc.config.run import FALLBACKS, RunConfig
-from verl_rc.ppo.plan.advantages import AdvantagePlan
-from verl_rc.ppo.plan.objective import PolicyPlan
-from verl_rc.ppo.plan.schedule import BatchArithmetic
+from verl_rc.report.plan.advantages import AdvantagePlan
+from verl_rc.report.plan.objective import PolicyPlan
+from verl_rc.report.plan.schedule import BatchArithmetic
 
 _ACTOR = "actor_rollout_ref.actor"
 _CORRECTION = "algorithm.rollout_correction"

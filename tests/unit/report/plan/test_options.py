@@ -7,8 +7,8 @@ from planned_runs import Given, config_of, outcome
 
 from verl_rc.config.load import known_keys
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.plan import Plan, plan_of
-from verl_rc.ppo.plan.options import InertOption
+from verl_rc.report.plan import Plan, plan_of
+from verl_rc.report.plan.options import InertOption
 
 ALGORITHM, ACTOR = "algorithm", "actor_rollout_ref.actor"
 CORRECTION = f"{ALGORITHM}.rollout_correction"

@@ -12,8 +12,8 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import AGGREGATION_MODES, Aggregation
 from verl_rc.ppo.objective import value_objective
-from verl_rc.ppo.plan.objective import Operand, plan_policy, plan_value
 from verl_rc.ppo.train_batch import critic_batch
+from verl_rc.report.plan.objective import Operand, plan_policy, plan_value
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 REJECTION: Given = {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": 1.3}
