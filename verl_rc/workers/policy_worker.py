@@ -15,9 +15,8 @@ from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_de
 from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name
-from verl_rc.ppo.covariance import covariance_inputs, covariance_statistics
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.ppo.objective import Objective, policy_objective
+from verl_rc.ppo.objective import Objective, covariance_inputs, covariance_statistics, policy_objective
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle

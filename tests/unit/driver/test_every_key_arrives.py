@@ -26,8 +26,8 @@ from verl_rc.driver.run import Run
 from verl_rc.driver.setup import engine_options
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.losses import loss_options
+from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.micro_batch_limits import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.rollout.sampling import SamplingOptions
 from verl_rc.workers.optimizer import build_optimizer, build_scheduler
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from verl_rc.config.run import RunConfig
-from verl_rc.report.plan.advantages import AdvantagePlan, plan_advantages
-from verl_rc.report.plan.objective import Operand, PolicyPlan, ValuePlan, plan_policy, plan_value
+from verl_rc.report.plan.objective import AdvantagePlan, Operand, PolicyPlan, ValuePlan, plan_advantages, plan_policy, plan_value
 from verl_rc.report.plan.options import InertOption, inert_options, warnings_of
 from verl_rc.report.plan.schedule import BatchArithmetic, Phase, UpdateArithmetic, plan_arithmetic, plan_phases
 

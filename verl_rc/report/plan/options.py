@@ -7,8 +7,7 @@ from pydantic import BaseModel
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
 from verl_rc.config.run import FALLBACKS, RunConfig
-from verl_rc.report.plan.advantages import AdvantagePlan
-from verl_rc.report.plan.objective import PolicyPlan
+from verl_rc.report.plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.report.plan.schedule import BatchArithmetic
 
 _ACTOR = "actor_rollout_ref.actor"

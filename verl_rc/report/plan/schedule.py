@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
-from verl_rc.ppo.micro_batch_limits import actor_limit, critic_limit
+from verl_rc.ppo.choices import actor_limit, critic_limit
 from verl_rc.report.plan.objective import PolicyPlan
 
 

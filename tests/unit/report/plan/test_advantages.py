@@ -10,8 +10,7 @@ from torch import Tensor
 
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorOption
 from verl_rc.config.run import RunConfig
-from verl_rc.report.plan.advantages import plan_advantages
-from verl_rc.report.plan.objective import plan_policy
+from verl_rc.report.plan.objective import plan_advantages, plan_policy
 
 ALGORITHM, ACTOR = "algorithm", "actor_rollout_ref.actor"
 CORRECTION = f"{ALGORITHM}.rollout_correction"
