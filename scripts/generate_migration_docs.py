@@ -81,6 +81,38 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Headings of refused keys, and how these begin; the first that fits."""
 
+REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
+    "GSM8K": (
+        "texts are compared, `#### 4.0` for 4 is wrong; the last 300 characters count",
+        "numbers are compared; the whole response counts; blanks, dollar signs and a full stop are ignored",
+    ),
+    "MATH": (
+        "texts are compared after normalising",
+        "math-verify compares meaning: what verl accepts, and `0.3333333`, `2^{10}` or `\\pm 3` for what they are; "
+        "text behind a number that is no unit is not cut off",
+    ),
+    "`math_dapo`, `math`, `aime*`": (
+        "texts are compared after normalising; without `Answer:`, a box in the last 100 characters must hold the exact text",
+        "as MATH, in the last 300 characters",
+    ),
+    "`numina_*`": (
+        "answers without a box count (`the answer is 34`); so does a number for a hundredth or a hundredfold of itself",
+        "as MATH: only a box counts",
+    ),
+    "percent signs, degree signs, units": ("ignored; 0.1 is not 10 %, but for `numina_*`", "ignored; 0.1 is not 10 %"),
+    "a ground truth that cannot be read": (
+        "every response is wrong, in silence",
+        "every response is wrong (GSM8K: the run stops), with the row named and counted in `reward/failed_fraction`",
+    ),
+    "a tool that raises": (
+        "the policy reads the exception and goes on",
+        "`ToolError` is what the policy reads; any other exception ends the run",
+    ),
+    "a call that is no JSON": ("ignored", "answered with what is wrong"),
+    "the limit of a tool's answer": ("of its result", "of errors as well"),
+}
+"""What verl does, and what happens here."""
+
 _CORRECTION_HEAD = """
 ## Rollout correction of every release
 
@@ -126,7 +158,7 @@ CORRECTION_EXAMPLES: Mapping[str, tuple[str, ...]] = {
 
 def render() -> str:
     """The whole page."""
-    return "".join([_HEAD, _moved(), _refused(), _same_keys(), _correction()])
+    return "".join([_HEAD, _moved(), _refused(), _same_keys(), _rewards_and_tools(), _correction()])
 
 
 def _moved() -> str:
@@ -185,6 +217,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _same_keys() -> str:
     rows = ((f"`{key}`", there, here) for key, (there, here) in SAME_KEYS.items())
     return "\n## Same key, another meaning\n\n" + _table(("key", "in verl", "here"), rows)
+
+
+def _rewards_and_tools() -> str:
+    rows = ((name, there, here) for name, (there, here) in REWARDS_AND_TOOLS.items())
+    return "\n## Rewards and tools\n\n" + _table(("what", "in verl", "here"), rows)
 
 
 def _correction() -> str:

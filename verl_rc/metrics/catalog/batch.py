@@ -8,7 +8,7 @@ _LENGTHS = (
     MetricSpec("response_length/overlong_ratio", "1", "share of responses that the overlong penalty touches", (0, 0.3), "driver"),
     *spread("prompt_length", "tokens", "sequences of the prompt's length", "ppo"),
     MetricSpec("prompt_length/clip_ratio", "1", "share of prompts that reached data.max_prompt_length", (0, 0.1), "ppo"),
-    *spread("num_turns", "1", "sequences of the number of turns", "ppo"),
+    *spread("num_turns", "1", "sequences of the number of messages: the prompt, the policy's turns, the tools' answers", "ppo"),
     *spread("tool_call_counts", "1", "sequences of the number of tool calls", "ppo"),
     *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
 )

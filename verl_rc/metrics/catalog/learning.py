@@ -4,7 +4,11 @@ from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 _ACTOR = (
     MetricSpec("actor/pg_loss", "1", "policy loss, aggregated by actor.loss_agg_mode over loss_mask, mean over updates"),
-    MetricSpec("actor/loss", "1", "what was differentiated: pg_loss − entropy_coeff · entropy + kl_loss_coef · kl_loss"),
+    MetricSpec(
+        "actor/loss",
+        "1",
+        "what was differentiated: pg_loss − entropy_coeff · entropy_loss + kl_loss_coef · the KL estimate aggregated likewise",
+    ),
     MetricSpec(
         "actor/pg_clipfrac",
         "1",
@@ -14,7 +18,7 @@ _ACTOR = (
     MetricSpec(
         "actor/pg_clipfrac_lower",
         "1",
-        "share of tokens in loss_mask stopped by the dual clip (A < 0, ratio > clip_ratio_c)",
+        "share of tokens in loss_mask stopped by the dual clip (A < 0, ratio > clip_ratio_c); per loss, see its docstring",
         (0, 0.05),
     ),
     MetricSpec(
@@ -30,9 +34,17 @@ _ACTOR = (
         "share of tokens in loss_mask whose old − current log-prob was clamped, in ppo_kl and in the ratio of the loss",
         (0, 0.001),
     ),
-    MetricSpec("actor/entropy", "nats", "mean over response tokens of the proximal policy's entropy"),
+    MetricSpec(
+        "actor/entropy",
+        "nats",
+        "mean over response tokens of the proximal policy's entropy; in bypass mode of the current policy's, over all updates",
+    ),
     MetricSpec("actor/entropy_loss", "nats", "entropy of the current policy, aggregated like pg_loss"),
-    MetricSpec("actor/kl_loss", "nats", "actor.kl_loss_type estimate of KL(current || reference), aggregated like pg_loss"),
+    MetricSpec(
+        "actor/kl_loss",
+        "nats",
+        "mean over tokens in loss_mask of the actor.kl_loss_type estimate of KL(current || reference), over all updates",
+    ),
     MetricSpec("actor/kl_coef", "1", "coefficient of kl_loss in the loss"),
     MetricSpec("actor/grad_norm", "1", "L2 norm of the whole gradient before clipping, mean over updates"),
     MetricSpec("actor/nonfinite_gradients", "1", "updates of the step skipped because the gradient was not finite", (0, 0)),
@@ -41,7 +53,12 @@ _ACTOR = (
     MetricSpec("actor/reward_kl_penalty_coeff", "1", "its coefficient, from algorithm.kl_ctrl"),
 )
 _CRITIC = (
-    MetricSpec("critic/vf_loss", "1", "half the squared error of the values, clipped to old value ± cliprange_value"),
+    MetricSpec(
+        "critic/vf_loss",
+        "1",
+        "half the squared error of the value, or of the value clipped to old value ± cliprange_value if that is larger; "
+        "aggregated by critic.loss_agg_mode, mean over updates",
+    ),
     MetricSpec("critic/vf_clipfrac", "1", "share of tokens in response_mask where the clipped branch was larger", (0, 0.3)),
     MetricSpec("critic/vpred_mean", "1", "mean over tokens in response_mask of the predicted value"),
     MetricSpec("critic/grad_norm", "1", "L2 norm of the critic's whole gradient before clipping, mean over updates"),
@@ -52,7 +69,7 @@ _CRITIC = (
         (0, 0),
     ),
     MetricSpec("critic/lr", "1", "learning rate of the step's last critic update"),
-    MetricSpec("critic/vf_explained_var", "1", "1 − Var(returns − values) / Var(returns) over response tokens", (0, 1)),
+    MetricSpec("critic/vf_explained_var", "1", "1 − Var(returns − values) / (Var(returns) + 1e-5) over response tokens", (0, 1)),
 )
 _BATCH = (
     *spread("critic/score", "reward", "sequences of the reward function's score", "ppo"),

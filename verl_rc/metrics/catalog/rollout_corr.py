@@ -83,8 +83,14 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("log_ratio_abs_max", "nats", "largest |l| over tokens", None),
     ("log_ratio_exact_fraction", "1", "share of tokens with l = 0 exactly", None),
     ("safety_clamped_seq_fraction", "1", "share of rows whose |Σ l| was cut to the safety bound before exp", (0, 0.001)),
-    ("misalignment_z", "1", "mean(ρ − 1) / (std(ρ) / √n) over tokens: beyond ±3 step after step is a fault", (-3, 3)),
-    ("misalignment_z_seq", "1", "the same over rows, of Π ρ", (-3, 3)),
+    (
+        "misalignment_z",
+        "1",
+        "mean(ρ − 1) / (std(ρ) / √n) over tokens; 0 is expected however far two proper distributions lie apart: lasting values "
+        "beyond ±6 mean sampling filters that the trainer does not mirror, or log-probs of other tokens",
+        (-6, 6),
+    ),
+    ("misalignment_z_seq", "1", "the same over rows, of Π ρ", (-6, 6)),
     ("rollout_is_raw_{statistic}", "1", "mean, std, min or max of the weights before threshold, over tokens or rows", None),
     ("rollout_is_applied_{statistic}", "1", "mean, std, min or max of the weights after threshold, over tokens or rows", None),
     ("rollout_is_p{n}", "1", "percentile of the raw weights, from the histogram of the log-ratios", None),

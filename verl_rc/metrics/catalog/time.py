@@ -81,7 +81,8 @@ SPECS = (
     MetricSpec(
         "perf/overhead_fraction",
         "1",
-        "share of the step in which no worker computed: 1 − Σ timing_busy_s / timing_s/step",
+        "share of the step in which no worker computed: 1 − (Σ timing_busy_s + timing_s of reward, testing and save_checkpoint) "
+        "/ timing_s/step, at least 0",
         (None, 0.1),
         "driver",
     ),

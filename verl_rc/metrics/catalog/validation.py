@@ -5,7 +5,7 @@ from verl_rc.metrics.catalog.spec import MetricSpec
 _DRAWN = "of n samples drawn with replacement from the prompt's"
 _AGGREGATES = {
     "mean@{n}": "mean over prompts of the mean of their n samples",
-    "std@{n}": "mean over prompts of the unbiased standard deviation of their n samples",
+    "std@{n}": "mean over prompts of the standard deviation (n − 1) of their n samples",
     "best@{n}/mean": f"mean over prompts of the expected best {_DRAWN}",
     "best@{n}/std": f"mean over prompts of the standard deviation of the best {_DRAWN}",
     "worst@{n}/mean": f"mean over prompts of the expected worst {_DRAWN}",

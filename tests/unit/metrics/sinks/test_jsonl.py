@@ -3,6 +3,8 @@
 import errno
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +83,22 @@ def test_a_resumed_run_replaces_the_steps_that_were_lost(tmp_path):
     assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
     assert (tmp_path / "metrics.replaced.jsonl").read_text() == '{"step": 3, "run": 1}\n{"step": 4, "ru\n'
     assert runs_by_step(tmp_path / "tables/val.jsonl") == [(1, 1), (1, 1), (3, 2), (3, 2)]
+
+
+def test_the_documents_name_the_files_of_a_run_as_they_are_written(tmp_path):
+    for steps_done in (0, 1):  # the second life sets lines of the first aside
+        sink = JsonlSink(tmp_path, steps_done)
+        for step in (1, 2):
+            sink.log({"run": 1}, step)
+            sink.log_histogram("rollout_corr/log_ratio", [0.0, 1.0], [3], step)
+            sink.log_table("val/generations", ["input"], [["1"]], step)
+            sink.alert("title", "text", step)
+        sink.close()
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")}
+    page = (Path(__file__).parents[4] / "docs" / "after_a_run.md").read_text()
+    named = set(re.findall(r"^\| `([^`]+\.jsonl)`", page, re.MULTILINE))
+    assert named <= written
+    assert {name for name in written if ".replaced." not in name} <= named
 
 
 def test_a_validation_of_a_finished_step_joins_its_line(tmp_path):
