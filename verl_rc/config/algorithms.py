@@ -145,6 +145,9 @@ class LossSpec:
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
     selects_by_covariance: bool = False
     """It selects tokens by their covariance over the whole mini-batch, which a pass without gradient finds first."""
+    ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
+    """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole; its absolute
+    value; or nothing."""
     is_loss_mode: bool = True
     """Chosen by ``policy_loss.loss_mode``; False: by ``algorithm.rollout_correction.loss_type``."""
 
@@ -177,6 +180,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="ratio",
         options=(_LOW, _HIGH),
         only_negative=(_LOW,),
+        ppo_kl="whole",
     ),
     "gpg": LossSpec(
         title="Group policy gradient",
@@ -184,6 +188,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         source="arXiv:2504.02546",
         ratio="none",
         gradient_through="log_prob",
+        ppo_kl="none",
     ),
     "cispo": LossSpec(
         title="Clipped importance-sampling policy optimisation",
@@ -238,6 +243,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         gradient_through="ratio",
         options=(LossOption("policy_loss.kl_cov_ratio", "share"), LossOption("policy_loss.ppo_kl_coef", "κ")),
         selects_by_covariance=True,
+        ppo_kl="distance",
     ),
     "dppo_tv": LossSpec(
         title="Divergence PPO with total variation",
@@ -264,6 +270,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="penalty",
         gradient_through="log_prob",
         options=(LossOption("policy_loss.dro_beta", "β", is_required=True),),
+        ppo_kl="whole",
     ),
     "reinforce": LossSpec(
         title="REINFORCE with importance weights",
@@ -272,6 +279,7 @@ POLICY_LOSSES: Mapping[str, LossSpec] = {
         ratio="none",
         gradient_through="log_prob",
         is_loss_mode=False,
+        ppo_kl="whole",
     ),
 }
 """Every policy loss that a configuration can choose by name."""
