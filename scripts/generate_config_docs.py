@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES
 from verl_rc.config.run import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -44,7 +45,33 @@ def render() -> str:
             default = "required" if field.default is PydanticUndefined else f"`{field.default!r}`"
             meaning = " ".join((field.description or "").split()).replace("|", "\\|")
             parts.append(f"| `{leaf}` | {default} | {meaning} |")
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, *_algorithms()]) + "\n"
+
+
+def _algorithms() -> Iterator[str]:
+    """What the names of losses, averages and estimators stand for."""
+    yield "\n## Policy losses\n\nThe loss of a token (of a row for `geo_mean`); sg[…] is a constant of the gradient."
+    yield "`verl-rc explain` prints the whole objective with the meaning of every symbol.\n"
+    yield "| `loss_mode` | loss | options | source |\n|---|---|---|---|"
+    for name, loss in POLICY_LOSSES.items():
+        options = ", ".join(f"`{option.key}`" for option in loss.options)
+        mode = f"`{name}`" if loss.is_loss_mode else f"(`loss_type={name}`)"
+        average = f", averaged `{loss.aggregation}`" if loss.aggregation else ""
+        yield _row(mode, f"{loss.title}: {loss.formula}{average}", options, loss.source)
+    yield "\n## Averages of token losses\n\n| `loss_agg_mode` | average | source |\n|---|---|---|"
+    for name, average_spec in AGGREGATIONS.items():
+        divisors = average_spec.divisors.format(counted="response tokens", factor="`loss_scale_factor`")
+        yield _row(f"`{name}`", f"{average_spec.average_of('l')}; {divisors}", average_spec.source)
+    yield "\n## Advantage estimators\n\nA of a token; s is the row's score, g its group: the rows that answer one prompt.\n"
+    yield "| `adv_estimator` | A | reads beside rewards | options | source |\n|---|---|---|---|---|"
+    for name, estimator in ADVANTAGE_ESTIMATORS.items():
+        what = f"the same as `{estimator.same_as}`" if estimator.same_as else f"{estimator.title}: {estimator.formula}"
+        lists = [", ".join(f"`{entry}`" for entry in entries) for entries in (estimator.inputs, estimator.options)]
+        yield _row(f"`{name}`", what, *lists, estimator.source)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from verl_rc.data.batches import Completions
 from verl_rc.driver import stages, weights
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.micro_batch_limits import log_prob_limit
+from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.agent_loop import AgentLoop
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 from verl_rc.rollout.tool_calls import ToolCall

@@ -13,8 +13,7 @@ import torch
 from small_runs import ROOT, run_overrides
 
 from verl_rc.checkpoint import load_full_state_dict
-from verl_rc.config.actor import POLICY_LOSSES
-from verl_rc.config.algorithm import ADVANTAGE_ESTIMATORS
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES
 from verl_rc.metrics import check_names
 
 pytestmark = pytest.mark.slow
@@ -60,7 +59,7 @@ FURTHER = {
 VECTORIZED = ("grpo_vectorized", "rloo_vectorized")
 CHOICES = [
     *(f"{ESTIMATOR}={name}" for name in (*ADVANTAGE_ESTIMATORS, "of_ones_own:signs") if name not in (*VECTORIZED, "grpo")),
-    *(f"{LOSS}={name}" for name in (*POLICY_LOSSES, "of_ones_own:log_prob_loss") if name != "vanilla"),
+    *(f"{LOSS}={name}" for name in (*LOSS_MODES, "of_ones_own:log_prob_loss") if name != "vanilla"),
 ]
 
 

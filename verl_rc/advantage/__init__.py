@@ -1,12 +1,13 @@
 """Advantage estimation, pure: one family a file, all reached through `compute_advantages`."""
 
-from verl_rc.advantage.estimators import (
+from verl_rc.advantage.estimators import compute_advantages
+from verl_rc.advantage.inputs import (
+    AdvantageEstimator,
+    AdvantageInputs,
     advantage_estimator_names,
-    compute_advantages,
     register_advantage_estimator,
     resolve_advantage_estimator,
 )
-from verl_rc.advantage.inputs import AdvantageEstimator, AdvantageInputs
 from verl_rc.advantage.reward_kl import KLController, apply_kl_in_reward
 
 __all__ = [

@@ -1,73 +1,15 @@
-"""The advantage estimators by name, and the function that runs one."""
+"""The function that runs an advantage estimator by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from verl_rc.advantage.gae import gae
-from verl_rc.advantage.group_relative import (
-    gdpo,
-    gpg,
-    grpo,
-    grpo_passk,
-    opo,
-    reinforce_plus_plus_baseline,
-    rloo,
-    rloo_vectorized,
-)
-from verl_rc.advantage.groups import make_groups
-from verl_rc.advantage.inputs import AdvantageEstimator, AdvantageInputs
-from verl_rc.advantage.optimal_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from verl_rc.advantage.reinforce import reinforce_plus_plus, remax
-from verl_rc.config.named_functions import NamedFunctions
-
-_ESTIMATORS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
-    "advantage estimator",
-    "algorithm.adv_estimator",
-    {
-        "gae": gae,
-        "grpo": grpo,
-        "grpo_passk": grpo_passk,
-        "rloo": rloo,
-        "rloo_vectorized": rloo_vectorized,
-        "reinforce_plus_plus": reinforce_plus_plus,
-        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-        "remax": remax,
-        "opo": opo,
-        "gpg": gpg,
-        "gdpo": gdpo,
-        "optimal_token_baseline": optimal_token_baseline,
-        "tir_optimal_token_baseline": tir_optimal_token_baseline,
-    },
-    aliases={"grpo_vectorized": "grpo"},
-)
-_WITHOUT_GROUPS = frozenset({"gae", "reinforce_plus_plus", "remax"})
-
-
-def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Makes a function known as an advantage estimator under `name`, for use as a decorator.
-
-    Raises:
-        ValueError: when the name is taken by another function.
-    """
-    return _ESTIMATORS.register(name)
-
-
-def advantage_estimator_names() -> tuple[str, ...]:
-    """Returns the names of all registered estimators and their aliases."""
-    return _ESTIMATORS.names()
-
-
-def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
-    """Finds an estimator by its registered name, or imports it by ``module:function``.
-
-    Raises:
-        ValueError: when there is no such estimator.
-    """
-    return _ESTIMATORS.resolve(name)
+from verl_rc.advantage import group_relative, returns  # noqa: F401  (they bind functions to names)
+from verl_rc.advantage.inputs import AdvantageInputs, make_groups, resolve_advantage_estimator
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 
 
 def compute_advantages(  # noqa: PLR0913 - a public entry point, called with keywords
@@ -121,7 +63,8 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     for key, number in (("gamma", gamma), ("lam", lam)):
         if not 0 <= number <= 1:
             raise ValueError(f"algorithm.{key} must be in [0, 1], got {number}")
-    if included_rows is not None and (group_ids is None or name in _WITHOUT_GROUPS):
+    spec = ADVANTAGE_ESTIMATORS.get(name)
+    if included_rows is not None and (group_ids is None or (spec is not None and not spec.compares_groups)):
         raise ValueError(
             f"included_rows leaves rows out of a group's baseline and needs group_ids and an estimator that compares "
             f"groups; got {name!r} {'without' if group_ids is None else 'with'} group_ids. Set "

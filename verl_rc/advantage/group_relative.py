@@ -1,4 +1,4 @@
-"""Advantages from comparing the answers to one prompt: one score per row, one baseline per group."""
+"""Advantages from comparing the answers to one prompt: a baseline per group, or per position of a group."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verl_rc.advantage.groups import Groups
-from verl_rc.advantage.inputs import AdvantageInputs, required, required_groups
-from verl_rc.advantage.response_order import countable_rewards, in_row_blocks
-from verl_rc.tensor_ops import masked_whiten
+from verl_rc.advantage.inputs import AdvantageInputs, Groups, register_advantage_estimator, required, required_groups
+from verl_rc.advantage.returns import ResponseOrder, countable_rewards, returns_to_go
+from verl_rc.tensor_ops import in_row_blocks, masked_whiten
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, in units of reward."""
@@ -28,6 +27,7 @@ def row_scores(inputs: AdvantageInputs) -> Tensor:
     return in_row_blocks(block_scores, inputs.token_level_rewards, inputs.response_mask)
 
 
+@register_advantage_estimator("grpo")
 def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (GRPO, arXiv:2402.03300); without the division, Dr. GRPO (arXiv:2503.20783).
 
@@ -42,6 +42,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(normalise(groups, scores), inputs)
 
 
+@register_advantage_estimator("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Rewards only a group's best answer, by its lead over the second best (Pass@k training, arXiv:2503.19595).
 
@@ -61,6 +62,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(advantages, inputs)
 
 
+@register_advantage_estimator("rloo")
 def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Leave-one-out baselines (RLOO, arXiv:2402.14740).
 
@@ -73,6 +75,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(_left_out(groups, scores, alone=scores), inputs)
 
 
+@register_advantage_estimator("rloo_vectorized")
 def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """As `rloo`, but the only row of a group has A = 0: verl has both rules, under these names.
 
@@ -83,6 +86,7 @@ def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(_left_out(groups, scores, alone=torch.zeros_like(scores)), inputs)
 
 
+@register_advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-centred scores whitened over the batch (REINFORCE++ with baseline, arXiv:2501.03262).
 
@@ -98,6 +102,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
     return advantages, advantages
 
 
+@register_advantage_estimator("opo")
 def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Scores minus the group's length-weighted mean score (OPO, arXiv:2505.23585).
 
@@ -112,6 +117,7 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(scores - baselines, inputs)
 
 
+@register_advantage_estimator("gpg")
 def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-centred scores scaled up by the rows without a signal (GPG, arXiv:2504.02546).
 
@@ -126,6 +132,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return _on_every_token(_centred(groups, scores) * groups.counted.sum() / with_signal.clamp(min=1), inputs)
 
 
+@register_advantage_estimator("gdpo")
 def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Normalises each part of the reward within its group before adding them up (GDPO, arXiv:2601.05242).
 
@@ -175,3 +182,57 @@ def _on_every_token(row_advantages: Tensor, inputs: AdvantageInputs) -> tuple[Te
     per_row = row_advantages.to(inputs.token_level_rewards.dtype).unsqueeze(-1)
     advantages = torch.where(inputs.response_mask, per_row, 0)
     return advantages, advantages
+
+
+WEIGHT_EPSILON = 1e-8
+"""Added to a group's sum of weights, dimensionless."""
+
+
+@register_advantage_estimator("optimal_token_baseline")
+def optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Returns-to-go minus the variance-optimal baseline of each position (OTB, arXiv:2602.07078).
+
+    w_t = 1 − 2 π_t + Σ_v π_v², the expected squared norm of the token's gradient with respect to the logits, times ρ_t²
+    when there are importance weights; W_t = Σ_{u ≤ t} w_u; B_t = Σ_j W_t^j G_t^j / (Σ_j W_t^j + 1e-8) over the group's
+    rows that have a response token at t; A = G − B. Where fewer than two rows have one, B is 0: a row alone would
+    cancel itself.
+
+    Returns:
+        Advantages and returns G, in units of reward, [B, T].
+    """
+    groups = required_groups(inputs, "optimal_token_baseline")
+    old_log_probs = required(inputs.old_log_probs, "old_log_probs", "optimal_token_baseline")
+    sum_pi_squared = required(inputs.sum_pi_squared, "sum_pi_squared", "optimal_token_baseline")
+    mask = inputs.response_mask
+    returns = returns_to_go(inputs.token_level_rewards, mask, 1.0)
+    gradient_norms = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    if inputs.rollout_is_weights is not None:
+        gradient_norms = gradient_norms * inputs.rollout_is_weights.square()
+    weights = gradient_norms.to(returns.dtype).where(mask, 0).cumsum(dim=-1).where(mask, 0)
+    baselines = groups.sum(weights * returns) / (groups.sum(weights) + WEIGHT_EPSILON)
+    shared = groups.sum(mask.to(returns.dtype)) > 1
+    row_baselines = groups.per_row(baselines.where(shared, 0))
+    return (returns - row_baselines).where(mask, 0), returns
+
+
+@register_advantage_estimator("tir_optimal_token_baseline")
+def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """`optimal_token_baseline` on response tokens lined up across turns, for answers with tool output in between.
+
+    Rows of one prompt are compared at equal numbers of response tokens rather than at equal positions.
+
+    Returns:
+        Advantages and returns, in units of reward, [B, T].
+    """
+    order = ResponseOrder.from_mask(inputs.response_mask)
+    weights = inputs.rollout_is_weights
+    packed = replace(
+        inputs,
+        token_level_rewards=order.pack_rewards(inputs.token_level_rewards),
+        response_mask=order.pack(inputs.response_mask.to(inputs.token_level_rewards.dtype)).bool(),
+        old_log_probs=order.pack(required(inputs.old_log_probs, "old_log_probs", "tir_optimal_token_baseline")),
+        sum_pi_squared=order.pack(required(inputs.sum_pi_squared, "sum_pi_squared", "tir_optimal_token_baseline")),
+        rollout_is_weights=None if weights is None else order.pack(weights),
+    )
+    advantages, returns = optimal_token_baseline(packed)
+    return order.unpack(advantages), order.unpack(returns)

@@ -1,14 +1,83 @@
-"""What every advantage estimator is given."""
+"""What every advantage estimator is given: the batch, and which of its rows answer the same prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from verl_rc.advantage.groups import Groups
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
+from verl_rc.config.named_functions import NamedFunctions
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which row belongs to which group, and which rows count.
+
+    Attributes:
+        index: [B], int64, in [0, num_groups).
+        counted: [B], bool; rows without it neither enter a sum nor add to a size.
+        num_groups: an upper bound of the number of groups; the length of every per-group tensor.
+    """
+
+    index: Tensor
+    counted: Tensor
+    num_groups: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Adds up the counted rows of `values` [B, ...] per group: [num_groups, ...]."""
+        counted = self.counted.view(-1, *(1,) * (values.ndim - 1))
+        sums = values.new_zeros((self.num_groups, *values.shape[1:]))
+        return sums.index_add(0, self.index, values.where(counted, 0))
+
+    def amax(self, values: Tensor) -> Tensor:
+        """Largest counted value [B] per group: [num_groups]; −inf for a group without one."""
+        values = values.where(self.counted, values.new_full((), -torch.inf))
+        return values.new_full((self.num_groups,), -torch.inf).scatter_reduce(0, self.index, values, "amax")
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """Spreads values of groups [num_groups, ...] over their rows: [B, ...]."""
+        return values[self.index]
+
+    def sizes(self, dtype: torch.dtype) -> Tensor:
+        """Counted rows in each row's group: [B]."""
+        return self.per_row(self.sum(self.counted.to(dtype)))
+
+    def means(self, values: Tensor) -> Tensor:
+        """Mean over the counted rows of each row's group: [B]; 0 for a group without any."""
+        return self.per_row(self.sum(values)) / self.sizes(values.dtype).clamp(min=1)
+
+    def stds(self, values: Tensor) -> Tensor:
+        """Standard deviation (n − 1 in the denominator) over each row's group: [B]; 0 for fewer than two rows."""
+        squares = self.per_row(self.sum((values - self.means(values)).square()))
+        return (squares / (self.sizes(values.dtype) - 1).clamp(min=1)).sqrt()
+
+
+def make_groups(group_ids: Sequence[Hashable] | Tensor, counted: Tensor) -> Groups:
+    """Numbers the groups.
+
+    Args:
+        group_ids: B identifiers of prompts, strings or integers, or an integer tensor [B]; order means nothing.
+        counted: [B], bool; rows that count.
+
+    Raises:
+        ValueError: when there is not one identifier per row.
+    """
+    rows = counted.shape[0]
+    if len(group_ids) != rows:
+        raise ValueError(f"group_ids must name the prompt of each of the {rows} rows; got {len(group_ids)} identifiers")
+    if isinstance(group_ids, Tensor):
+        ordered, order = group_ids.to(counted.device).sort()
+        starts = torch.ones_like(ordered, dtype=torch.bool)
+        starts[1:] = ordered[1:] != ordered[:-1]
+        index = torch.empty_like(order).scatter(0, order, starts.cumsum(0) - 1)
+        return Groups(index, counted, rows)
+    numbers: dict[Hashable, int] = {}
+    index = torch.tensor([numbers.setdefault(name, len(numbers)) for name in group_ids], dtype=torch.int64)
+    return Groups(index.to(counted.device), counted, len(numbers))
 
 
 @dataclass(frozen=True)
@@ -47,6 +116,35 @@ class AdvantageInputs:
 
 
 AdvantageEstimator: TypeAlias = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+
+_FUNCTIONS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
+    "advantage estimator",
+    "algorithm.adv_estimator",
+    aliases={name: spec.same_as for name, spec in ADVANTAGE_ESTIMATORS.items() if spec.same_as is not None},
+)
+
+
+def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """Makes a function known as an advantage estimator under `name`, for use as a decorator.
+
+    Raises:
+        ValueError: when the name is taken by another function.
+    """
+    return _FUNCTIONS.register(name)
+
+
+def advantage_estimator_names() -> tuple[str, ...]:
+    """Returns the names of all registered estimators and their aliases."""
+    return _FUNCTIONS.names()
+
+
+def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
+    """Finds an estimator by its registered name, or imports it by ``module:function``.
+
+    Raises:
+        ValueError: when there is no such estimator.
+    """
+    return _FUNCTIONS.resolve(name)
 
 
 def required(value: Tensor | None, name: str, estimator: str) -> Tensor:

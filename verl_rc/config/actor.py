@@ -4,19 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from verl_rc.config.algorithms import LossAggregation, PolicyLossOptions, RatioOptions
 from verl_rc.config.base import StrictModel
 
 Precision = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
-LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 """Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""
-
-
-POLICY_LOSSES = (
-    "vanilla", "gspo", "gpg", "cispo", "geo_mean", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro",
-)  # fmt: skip
-"""Names for ``actor.policy_loss.loss_mode``."""
 
 
 class OptimConfig(StrictModel):
@@ -59,24 +53,12 @@ class FsdpConfig(StrictModel):
     """The same for the optimizer's moments."""
 
 
-class PolicyLossConfig(StrictModel):
+class PolicyLossConfig(PolicyLossOptions):
     """``actor.policy_loss.*``."""
 
     loss_mode: str = "vanilla"
-    """Policy loss: a name (``vanilla`` is PPO clip with dual clip), or ``module:function`` for one of your own; formulas in
-    ``verl_rc.losses``."""
-    dro_beta: float | None = Field(None, gt=0)
-    """Weight of the quadratic penalty of ``dro``, which needs it."""
-    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """``clip_cov``: share of a mini-batch's tokens that is dropped, at least one."""
-    clip_cov_lb: float = 1.0
-    """``clip_cov``: tokens are dropped whose advantage and log-prob have a covariance above this."""
-    clip_cov_ub: float = 5.0
-    """``clip_cov``: and below this."""
-    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
-    """``kl_cov``: share of a mini-batch's tokens that is penalised, at least one: those of the largest covariance."""
-    ppo_kl_coef: float = Field(0.1, ge=0)
-    """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
+    """Policy loss: a name (``vanilla`` is PPO clip with dual clip), or ``module:function`` for one of your own; the table of
+    policy losses below says what each computes."""
 
 
 class CheckpointConfig(StrictModel):
@@ -87,7 +69,7 @@ class CheckpointConfig(StrictModel):
     over all ranks; a checkpoint counts once all of it is written."""
 
 
-class ActorConfig(StrictModel):
+class ActorConfig(RatioOptions):
     """``actor_rollout_ref.actor.*``."""
 
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
@@ -104,24 +86,12 @@ class ActorConfig(StrictModel):
     """Passes over the batch in each step."""
     shuffle: bool = False
     """Draw a new order of rows in each pass."""
-    clip_ratio: float = Field(0.2, ge=0)
-    """Clip range of the probability ratio on both sides, where the next two are null."""
-    clip_ratio_low: float | None = Field(None, ge=0)
-    """Clip range below 1; null: ``clip_ratio``."""
-    clip_ratio_high: float | None = Field(None, ge=0)
-    """Clip range above 1; null: ``clip_ratio``."""
-    clip_ratio_c: float = Field(3.0, gt=1)
-    """Dual clip: bound of the loss where the advantage is negative, as a multiple of it."""
     loss_agg_mode: LossAggregation = "token-mean"
     """How token losses become one number."""
     loss_scale_factor: int | None = Field(None, ge=1)
     """Divisor of ``seq-mean-token-sum-norm``; null: ``data.max_response_length``."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
-    tau_pos: float = Field(1.0, gt=0)
-    """Temperature of ``sapo`` where the advantage is positive."""
-    tau_neg: float = Field(1.05, gt=0)
-    """Temperature of ``sapo`` where it is negative."""
     use_kl_loss: bool = False
     """Add a KL term against the reference policy to the loss."""
     kl_loss_coef: float = Field(0.001, ge=0)

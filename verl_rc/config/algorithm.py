@@ -5,20 +5,10 @@ from typing import Literal
 from pydantic import Field
 
 from verl_rc.config.actor import KlKind
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorInput, EstimatorSpec
 from verl_rc.config.base import StrictModel
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 
-TOKEN_BASELINE_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Estimators that look at the proximal policy's whole distribution at every token."""
-GROUP_ESTIMATORS = (
-    "grpo", "grpo_passk", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline", *TOKEN_BASELINE_ESTIMATORS,
-)  # fmt: skip
-"""Estimators that compare the samples of one prompt."""
-ADVANTAGE_ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_plus_plus", "remax", "grpo_vectorized", "rloo_vectorized")
-"""Names for ``algorithm.adv_estimator``; the ``_vectorized`` ones are verl's: the same thing, but that
-``rloo_vectorized`` gives the only sample of a group no advantage."""
-NEED_SEVERAL_SAMPLES = ("grpo_passk", "opo", "rloo_vectorized")
-"""Estimators that give a sample without another one to compare it with no advantage; all others give it its score, as in verl."""
 REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")
 """Values of ``filter_groups.metric`` that mean what is trained on, before a KL penalty; verl's names of all releases."""
 
@@ -55,7 +45,8 @@ class AlgorithmConfig(StrictModel):
     """``algorithm.*``."""
 
     adv_estimator: str = "gae"
-    """Advantage estimator: a name, or ``module:function`` for one of your own; formulas in ``verl_rc.advantage``."""
+    """Advantage estimator: a name, or ``module:function`` for one of your own; the table of advantage estimators
+    below says what each computes."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -76,3 +67,12 @@ class AlgorithmConfig(StrictModel):
     """Weight of that penalty."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     """Importance weights and rejection between rollout and trainer; ``preset`` names a whole choice."""
+
+    @property
+    def estimator(self) -> EstimatorSpec | None:
+        """The advantage estimator; None: a function of the user's own."""
+        return ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
+
+    def estimator_reads(self, name: EstimatorInput) -> bool:
+        """Whether the advantage estimator is known to read an input."""
+        return self.estimator is not None and name in self.estimator.inputs

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from verl_rc.config.actor import POLICY_LOSSES
-from verl_rc.config.algorithm import ADVANTAGE_ESTIMATORS, NEED_SEVERAL_SAMPLES, REWARD_METRICS
+from verl_rc.config.algorithm import REWARD_METRICS
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.reference import ReferenceConfig
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
@@ -100,12 +100,13 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
                 f"a mini-batch of {key} x rollout.n = {size} x {samples} = {size * samples} rows must give each of the "
                 f"{ranks} trainer ranks (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
             )
-    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
+    estimator = config.algorithm.estimator
+    if config.algorithm.estimator_reads("values") and config.critic.enable is False:
         yield (
-            "algorithm.adv_estimator=gae needs a critic, but critic.enable=False was given. Drop it, or choose an estimator "
-            "that compares samples, such as algorithm.adv_estimator=grpo."
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a critic, but critic.enable=False was given. Drop "
+            "it, or choose an estimator that compares samples, such as algorithm.adv_estimator=grpo."
         )
-    if config.algorithm.adv_estimator in NEED_SEVERAL_SAMPLES and samples < 2:
+    if estimator is not None and estimator.needs_several_samples and samples < 2:
         yield (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares samples of one prompt and needs "
             f"actor_rollout_ref.rollout.n >= 2, got {samples}: every advantage would be 0. Raise it, or pass an estimator that "
@@ -117,13 +118,14 @@ def _names(config: RunConfig) -> Iterator[str]:
     loss = config.actor_rollout_ref.actor.policy_loss
     chosen = {
         "algorithm.adv_estimator": (config.algorithm.adv_estimator, ADVANTAGE_ESTIMATORS),
-        "actor_rollout_ref.actor.policy_loss.loss_mode": (loss.loss_mode, POLICY_LOSSES),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": (loss.loss_mode, LOSS_MODES),
     }
     for key, (name, known) in chosen.items():
         if name not in known and ":" not in name:
             yield f"{key} must be one of {', '.join(known)}, or module:function; got {name!r}."
     baseline = config.algorithm.rollout_correction.rejected_in_group_baseline
-    if baseline == "exclude" and config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus", "remax"):
+    estimator = config.algorithm.estimator
+    if baseline == "exclude" and estimator is not None and not estimator.compares_groups:
         yield (
             "algorithm.rollout_correction.rejected_in_group_baseline=exclude needs an estimator that compares samples of one "
             f"prompt, got algorithm.adv_estimator={config.algorithm.adv_estimator}; pass include, or another estimator."
@@ -136,24 +138,30 @@ def _names(config: RunConfig) -> Iterator[str]:
             "algorithm.rollout_correction.rejection_denominator=kept needs a loss that is divided by something, got "
             "actor_rollout_ref.actor.loss_agg_mode=token-sum; pass original, or token-mean."
         )
-    if (loss.loss_mode == "dro") != (loss.dro_beta is not None):
-        yield (
-            "actor_rollout_ref.actor.policy_loss.dro_beta belongs to loss_mode=dro, which needs it; got loss_mode="
-            f"{loss.loss_mode} and dro_beta={loss.dro_beta}."
-        )
+    chosen_loss = POLICY_LOSSES.get(loss.loss_mode)
+    for option in (option for option in LOSS_OPTIONS if option.is_required):
+        is_read = chosen_loss is not None and option in chosen_loss.options
+        value = option.value(config.actor_rollout_ref.actor)
+        if is_read != (value is not None):
+            owners = ", ".join(name for name, spec in POLICY_LOSSES.items() if option in spec.options)
+            yield (
+                f"actor_rollout_ref.actor.{option.key} belongs to loss_mode={owners}, which needs it; got loss_mode="
+                f"{loss.loss_mode} and {option.key.rpartition('.')[2]}={value}."
+            )
 
 
 def _estimators(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     name, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if config.needs_sum_pi_squared and algorithm.rollout_correction.bypass_mode:
+    if algorithm.estimator_reads("sum_pi_squared") and algorithm.rollout_correction.bypass_mode:
         yield (
             f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode does not compute: pass "
             "algorithm.rollout_correction.bypass_mode=False, or another estimator."
         )
-    if (name == "gdpo") != bool(keys):
+    if algorithm.estimator_reads("component_scores") != bool(keys):
+        owners = ", ".join(known for known, spec in ADVANTAGE_ESTIMATORS.items() if "component_scores" in spec.inputs)
         yield (
-            "algorithm.gdpo_reward_keys belongs to algorithm.adv_estimator=gdpo, which needs it: the columns of the reward "
+            f"algorithm.gdpo_reward_keys belongs to algorithm.adv_estimator={owners}, which needs it: the columns of the reward "
             f"function that are normalised one by one. Got {keys} with adv_estimator={name}."
         )
     if weights is not None and len(weights) != len(keys or []):

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from verl_rc.config.actor import FsdpConfig, LossAggregation, OptimConfig
+from verl_rc.config.actor import FsdpConfig, OptimConfig
+from verl_rc.config.algorithms import LossAggregation
 from verl_rc.config.base import StrictModel, UserPath
 
 

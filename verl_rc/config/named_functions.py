@@ -10,10 +10,10 @@ Function = TypeVar("Function", bound=Callable[..., object])
 class NamedFunctions(Generic[Function]):
     """Functions of one kind by name. Other names are looked up as ``module:function``."""
 
-    def __init__(self, kind: str, key: str, functions: Mapping[str, Function], aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(self, kind: str, key: str, aliases: Mapping[str, str] | None = None) -> None:
         """``kind`` in words and the configuration's ``key`` are for messages; ``aliases``: further names of some of them."""
         self._kind, self._key = kind, key
-        self._functions = dict(functions)
+        self._functions: dict[str, Function] = {}
         self._aliases = dict(aliases or {})
 
     def names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, model_validator
 from pydantic_core import PydanticUndefined
 
 from verl_rc.config.actor import ActorConfig
-from verl_rc.config.algorithm import TOKEN_BASELINE_ESTIMATORS, AlgorithmConfig
+from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.base import StrictModel
 from verl_rc.config.critic import CriticConfig
 from verl_rc.config.data import DataConfig
@@ -101,12 +101,7 @@ class RunConfig(StrictModel):
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained: as asked for, else because the estimator needs values."""
-        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
-
-    @property
-    def needs_sum_pi_squared(self) -> bool:
-        """Whether the estimator needs the sum of squared probabilities at every token."""
-        return self.algorithm.adv_estimator in TOKEN_BASELINE_ESTIMATORS
+        return self.algorithm.estimator_reads("values") if self.critic.enable is None else self.critic.enable
 
     @property
     def needs_reference(self) -> bool:

@@ -52,7 +52,7 @@ def sample_batch(run: Run, prompts: list[PromptRow], step: int, epoch: int, reco
     sampler = _Sampler(run, step, record)
     filtered = run.config.algorithm.filter_groups.enable
     batch = _informative_batch(sampler, prompts, epoch) if filtered else sampler.sample(prompts, epoch)
-    if run.config.algorithm.adv_estimator == "remax":
+    if run.config.algorithm.estimator_reads("reward_baselines"):
         batch = replace(batch, greedy_scores=sampler.greedy_scores(batch))
     if run.config.algorithm.gdpo_reward_keys is not None:
         batch = replace(batch, component_scores=_component_scores(batch.scored, run.config.algorithm.gdpo_reward_keys, record))

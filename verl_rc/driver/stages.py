@@ -17,8 +17,8 @@ from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import Metric
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
+from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.ledger import fates_in_update
-from verl_rc.ppo.micro_batch_limits import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.collect import build_rollout_batch, check_versions

@@ -6,7 +6,7 @@ from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.driver import stages
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.micro_batch_limits import log_prob_limit
+from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.collect import check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts

@@ -1,19 +1,19 @@
-"""From one loss per token to one number: a sum divided by a denominator that is handed in."""
+"""From one loss per token to one number: sums divided by denominators that are handed in, and reported means."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-AggregationMode: TypeAlias = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+from verl_rc.config.algorithms import AGGREGATIONS, LossAggregation
+from verl_rc.tensor_ops import masked_sum
+
 Count: TypeAlias = float | Tensor
 
-AGGREGATION_MODES: tuple[str, ...] = get_args(AggregationMode)
+AGGREGATION_MODES: tuple[str, ...] = tuple(AGGREGATIONS)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Aggregation:
         """Accepts a mode's name where a record is expected."""
         return aggregation if isinstance(aggregation, Aggregation) else cls(mode=aggregation)
 
-    def with_mode(self, mode: AggregationMode) -> Aggregation:
+    def with_mode(self, mode: LossAggregation) -> Aggregation:
         """Returns the same denominators under another mode, for losses that define their own average."""
         return replace(self, mode=mode)
 
@@ -131,3 +131,37 @@ def _positive(count: Count, like: Tensor) -> Tensor:
     """Turns a count into a divisor; an empty mini-batch divides its zero by one."""
     divisor = torch.as_tensor(count, dtype=like.dtype, device=like.device)
     return divisor.where(divisor > 0, torch.ones_like(divisor))
+
+
+@dataclass(frozen=True)
+class LossMetric:
+    """One reported mean, kept as its two sums so that it can be reduced exactly.
+
+    Add the records of all micro-batches and ranks, then divide once: ``mean = Σ numerator / Σ denominator``.
+
+    Attributes:
+        numerator: 0-d float64, detached; the sum of the measured quantity, in that quantity's unit.
+        denominator: 0-d float64, detached; the number of tokens or rows that were summed.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+
+    def __add__(self, other: LossMetric) -> LossMetric:
+        """Merges two disjoint parts of a batch."""
+        return LossMetric(self.numerator + other.numerator, self.denominator + other.denominator)
+
+    def mean(self) -> Tensor:
+        """Returns the mean as a 0-d tensor; 0 when nothing was counted."""
+        return self.numerator / self.denominator.clamp(min=1)
+
+
+def token_metric(values: Tensor, mask: Tensor) -> LossMetric:
+    """Sums `values` over the tokens in `mask`.
+
+    Args:
+        values: [B, T], any unit; booleans count as 0 and 1.
+        mask: [B, T] bool.
+    """
+    values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    return LossMetric(masked_sum(values, mask).to(torch.float64), mask.sum().to(torch.float64))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import torch
 from torch import Tensor
 
-from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs
-from verl_rc.losses.loss_metric import LossMetric
-
-CovarianceLoss: TypeAlias = Literal["clip_cov", "kl_cov"]
+from verl_rc.losses.aggregate import LossMetric
+from verl_rc.losses.clipped import surrogates
+from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs, register_policy_loss
 
 _HASH_BITS = 31
 _NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
 
+@register_policy_loss("clip_cov")
 def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """PPO clipping that also drops tokens of high covariance (Clip-Cov, arXiv:2505.22617); the loss mode ``clip_cov``.
 
@@ -28,7 +26,7 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of dropped tokens), those of `ppo_kl_metrics`.
     """
-    unclipped, clipped = _surrogates(inputs)
+    unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
     dropped = _selected("clip_cov", inputs)
     token_loss = torch.maximum(unclipped, clipped)
     return inputs.reduce(token_loss * (1 - dropped)), {
@@ -37,6 +35,7 @@ def clip_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     }
 
 
+@register_policy_loss("kl_cov")
 def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The unclipped surrogate with a penalty on tokens of high covariance (KL-Cov, arXiv:2505.22617); ``kl_cov``.
 
@@ -64,7 +63,7 @@ def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:
     return inputs.mean_over_tokens(inputs.advantages.double()), inputs.mean_over_tokens(inputs.log_probs.double())
 
 
-def selection_scores(name: CovarianceLoss, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor) -> Tensor:
+def selection_scores(name: str, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor) -> Tensor:
     """Orders the tokens by how early they are selected.
 
     Args:
@@ -83,13 +82,13 @@ def selection_scores(name: CovarianceLoss, inputs: PolicyLossInputs, advantage_m
     if name == "kl_cov":
         scores = scores + (_ordered_bits(covariance) << _HASH_BITS)
     else:
-        unclipped, clipped = _surrogates(inputs)
+        unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
         in_band = (covariance > inputs.parameters.clip_cov_lb) & (covariance < inputs.parameters.clip_cov_ub)
         selectable = selectable & in_band & (clipped <= unclipped)
     return scores.where(selectable, _NOT_SELECTABLE)
 
 
-def selection_size(name: CovarianceLoss, inputs: PolicyLossInputs, num_tokens: Tensor) -> Tensor:
+def selection_size(name: str, inputs: PolicyLossInputs, num_tokens: Tensor) -> Tensor:
     """Number of tokens that are selected out of `num_tokens` (0-d) of the mini-batch; at least 1."""
     share = inputs.parameters.kl_cov_ratio if name == "kl_cov" else inputs.parameters.clip_cov_ratio
     return (num_tokens.to(torch.float64) * share).floor().clamp(min=1).to(torch.int64)
@@ -128,7 +127,7 @@ def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
     return ((size - above) / level.clamp(min=1)).clamp(max=1).to(torch.float32)
 
 
-def _selected(name: CovarianceLoss, inputs: PolicyLossInputs) -> Tensor:
+def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
     """How much of each token is selected, [B, T], in [0, 1]: 0 or 1, but for tokens that nothing tells apart."""
     statistics = inputs.covariance_statistics
     if statistics is None:
@@ -141,12 +140,6 @@ def _selected(name: CovarianceLoss, inputs: PolicyLossInputs) -> Tensor:
     scores = selection_scores(name, inputs, statistics.advantage_mean, statistics.log_prob_mean)
     at_threshold = (scores == statistics.score_threshold) * statistics.share_at_threshold
     return at_threshold.where(scores <= statistics.score_threshold, 1).where(scores > _NOT_SELECTABLE, 0)
-
-
-def _surrogates(inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
-    ratio = inputs.log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - inputs.parameters.clip_ratio_low, 1 + inputs.parameters.clip_ratio_high)
-    return -inputs.advantages * ratio, -inputs.advantages * clipped_ratio
 
 
 def _token_hash(inputs: PolicyLossInputs) -> Tensor:

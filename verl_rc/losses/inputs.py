@@ -1,4 +1,4 @@
-"""What every policy loss is given, and how its token losses become a number and metrics."""
+"""What every policy loss is given, how its token losses become a number and metrics, and the names of the losses."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from torch import Tensor
 
-from verl_rc.losses.aggregate import Aggregation
-from verl_rc.losses.loss_metric import LossMetric, token_metric
-from verl_rc.losses.parameters import PolicyLossParameters
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this many nats before they are exponentiated."""
+from verl_rc.config.algorithms import LossOptions
+from verl_rc.config.named_functions import NamedFunctions
+from verl_rc.losses.aggregate import Aggregation, LossMetric, token_metric
+from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 LossMetrics: TypeAlias = Mapping[str, LossMetric]
 
@@ -55,7 +55,7 @@ class PolicyLossInputs:
         response_mask: bool; all response tokens.
         denominator_mask: bool; tokens counted in denominators that are not handed in.
         rollout_is_weights: dimensionless, detached, >= 0, or None for no correction.
-        parameters: the numbers of the losses.
+        parameters: the options of the losses.
         aggregation: the mode and its denominators.
         covariance_statistics: of the whole mini-batch; None takes the tensors given for the mini-batch.
     """
@@ -67,14 +67,14 @@ class PolicyLossInputs:
     response_mask: Tensor
     denominator_mask: Tensor
     rollout_is_weights: Tensor | None = None
-    parameters: PolicyLossParameters = field(default_factory=PolicyLossParameters)
+    parameters: LossOptions = field(default_factory=LossOptions)
     aggregation: Aggregation = field(default_factory=lambda: Aggregation("token-mean"))
     covariance_statistics: CovarianceStatistics | None = None
 
     @property
     def log_ratio(self) -> Tensor:
         """log(current / old) in nats, clamped to ± `LOG_RATIO_BOUND`."""
-        return (self.log_probs - self.old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return bound_log_ratio(self.log_probs - self.old_log_probs)
 
     def reduce(self, token_loss: Tensor, aggregation: Aggregation | None = None) -> Tensor:
         """Applies the importance weights to each token's loss and aggregates over `loss_mask`."""
@@ -96,6 +96,61 @@ class PolicyLossInputs:
 
 
 PolicyLoss: TypeAlias = Callable[[PolicyLossInputs], tuple[Tensor, LossMetrics]]
+
+_FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions("policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode")
+
+
+def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Makes a function known as a policy loss under `name`, for use as a decorator.
+
+    Raises:
+        ValueError: when the name is taken by another function.
+    """
+    return _FUNCTIONS.register(name)
+
+
+def policy_loss_names() -> tuple[str, ...]:
+    """Returns the names of all registered policy losses."""
+    return _FUNCTIONS.names()
+
+
+def resolve_policy_loss(name: str) -> PolicyLoss:
+    """Finds a policy loss by its registered name, or imports it by ``module:function``.
+
+    Raises:
+        ValueError: when there is no such loss.
+    """
+    return _FUNCTIONS.resolve(name)
+
+
+def loss_options(config: object | None) -> LossOptions:
+    """Reads the section `actor_rollout_ref.actor`, as a mapping or as an object with the same names.
+
+    The keys of `policy_loss` are looked for in that subsection first, then beside the others. None gives the defaults.
+
+    Raises:
+        ValueError: when a number is outside its range.
+    """
+    if config is None or isinstance(config, LossOptions):
+        return config or LossOptions()
+    given: dict[str, object] = {}
+    for section in (config, _entry(config, "policy_loss")):
+        given |= {name: value for name in LossOptions.model_fields if (value := _entry(section, name)) is not None}
+    try:
+        return LossOptions.model_validate(given)
+    except ValidationError as error:
+        raise ValueError("; ".join(_explain(item) for item in error.errors())) from error
+
+
+def _explain(item: ErrorDetails) -> str:
+    message, given = item["msg"], item["input"]
+    if not item["loc"]:  # of a check that spans options and names them itself
+        return message.removeprefix("Value error, ")
+    return f"actor_rollout_ref.actor.{item['loc'][0]} must be {message.removeprefix('Input should be ')}, got {given!r}"
+
+
+def _entry(section: object, name: str) -> object | None:
+    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
 
 
 def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:

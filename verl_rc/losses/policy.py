@@ -1,73 +1,19 @@
-"""The policy losses by name, and the function that computes one."""
+"""The function that computes a policy loss by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from verl_rc.config.named_functions import NamedFunctions
+from verl_rc.losses import clipped, covariance, policy_gradient  # noqa: F401  (they bind functions to names)
 from verl_rc.losses.aggregate import Aggregation
-from verl_rc.losses.cispo import cispo_loss
-from verl_rc.losses.covariance import clip_cov_loss, kl_cov_loss
-from verl_rc.losses.dppo import dppo_kl_loss, dppo_tv_loss
-from verl_rc.losses.dro import dro_loss
-from verl_rc.losses.geo_mean import geo_mean_loss
-from verl_rc.losses.gpg import gpg_loss
-from verl_rc.losses.gspo import gspo_loss
 from verl_rc.losses.inputs import (
     CovarianceStatistics,
     LossMetrics,
-    PolicyLoss,
     PolicyLossInputs,
     clean_policy_loss_inputs,
+    loss_options,
+    resolve_policy_loss,
 )
-from verl_rc.losses.parameters import PolicyLossParameters
-from verl_rc.losses.ppo_clip import ppo_clip_loss
-from verl_rc.losses.reinforce import reinforce_loss
-from verl_rc.losses.sapo import sapo_loss
-
-_POLICY_LOSSES: NamedFunctions[PolicyLoss] = NamedFunctions(
-    "policy loss",
-    "actor_rollout_ref.actor.policy_loss.loss_mode",
-    {
-        "vanilla": ppo_clip_loss,
-        "gspo": gspo_loss,
-        "gpg": gpg_loss,
-        "cispo": cispo_loss,
-        "geo_mean": geo_mean_loss,
-        "sapo": sapo_loss,
-        "clip_cov": clip_cov_loss,
-        "kl_cov": kl_cov_loss,
-        "dppo_tv": dppo_tv_loss,
-        "dppo_kl": dppo_kl_loss,
-        "dro": dro_loss,
-        "reinforce": reinforce_loss,
-    },
-)
-
-
-def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Makes a function known as a policy loss under `name`, for use as a decorator.
-
-    Raises:
-        ValueError: when the name is taken by another function.
-    """
-    return _POLICY_LOSSES.register(name)
-
-
-def policy_loss_names() -> tuple[str, ...]:
-    """Returns the names of all registered policy losses."""
-    return _POLICY_LOSSES.names()
-
-
-def resolve_policy_loss(name: str) -> PolicyLoss:
-    """Finds a policy loss by its registered name, or imports it by ``module:function``.
-
-    Raises:
-        ValueError: when there is no such loss.
-    """
-    return _POLICY_LOSSES.resolve(name)
 
 
 def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with keywords
@@ -96,7 +42,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         denominator_mask: [B, T]; tokens counted in denominators that `aggregation` leaves open; `response_mask` when
             None, which keeps the gradient of a kept token independent of the acceptance rate.
         rollout_is_weights: [B, T], dimensionless; multiplies each token's loss and is detached here.
-        config: the section `actor_rollout_ref.actor`, a mapping with its keys, `PolicyLossParameters`, or None.
+        config: the section `actor_rollout_ref.actor`, a mapping with its keys, `LossOptions`, or None.
         aggregation: a mode's name, or the record with the mini-batch's denominators.
         covariance_statistics: for ``clip_cov`` and ``kl_cov``, of the whole mini-batch; computed from the tensors given
             when None.
@@ -116,7 +62,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
         response_mask=response_mask,
         denominator_mask=response_mask if denominator_mask is None else denominator_mask,
         rollout_is_weights=rollout_is_weights,
-        parameters=PolicyLossParameters.from_config(config),
+        parameters=loss_options(config),
         aggregation=Aggregation.from_name(aggregation),
         covariance_statistics=covariance_statistics,
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from verl_rc.losses.aggregate import Aggregation
+from verl_rc.losses.aggregate import Aggregation, token_metric
 from verl_rc.losses.inputs import LossMetrics
-from verl_rc.losses.loss_metric import token_metric
 from verl_rc.tensor_ops import kl_penalty
 
 

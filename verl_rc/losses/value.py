@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from verl_rc.losses.aggregate import Aggregation
+from verl_rc.losses.aggregate import Aggregation, token_metric
 from verl_rc.losses.inputs import LossMetrics
-from verl_rc.losses.loss_metric import token_metric
 
 VARIANCE_EPSILON = 1e-5
 """Added to the variance of the returns, in squared units of reward."""

@@ -1,8 +1,9 @@
 """From a model's current output and a slice of the batch to the loss that is differentiated."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from verl_rc.config.actor import ActorConfig
@@ -13,12 +14,22 @@ from verl_rc.losses import (
     Aggregation,
     CovarianceStatistics,
     LossMetric,
+    PolicyLossInputs,
+    clean_policy_loss_inputs,
     compute_entropy_loss,
     compute_kl_loss,
     compute_policy_loss,
     compute_value_loss,
+    covariance_means,
+    loss_options,
+    selection_counts,
+    selection_scores,
+    selection_size,
+    selection_threshold,
+    share_at_threshold,
     token_metric,
 )
+from verl_rc.ppo.choices import policy_loss_name
 
 
 @dataclass(frozen=True)
@@ -80,14 +91,53 @@ def policy_objective(
     return Objective(loss, terms, averages)
 
 
-def policy_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:
-    """The policy loss that runs: ``reinforce`` when bypass mode asks for it, else ``policy_loss.loss_mode``."""
-    return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss.loss_mode
-
-
 def value_objective(values: Tensor, batch: CriticBatch, config: CriticConfig, totals: Aggregation) -> Objective:
     """The clipped value loss of ``values`` (float32 ``[B, R]``, with gradient), divided by the mini-batch's ``totals``."""
     loss, averages = compute_value_loss(
         values, batch.old_values, batch.returns, batch.response_mask, config.cliprange_value, totals
     )
     return Objective(loss, {"critic/vf_loss": loss.detach()}, averages)
+
+
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Adds a tensor up over the ranks that share a mini-batch."""
+GatherOverRanks = Callable[[Tensor], Tensor]
+"""Puts a vector of every rank behind those of the ranks before it."""
+
+
+def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig) -> PolicyLossInputs:
+    """A micro-batch with its current log-probs (float32 ``[B, R]``, nats, detached), as the loss sees it."""
+    return clean_policy_loss_inputs(
+        PolicyLossInputs(
+            old_log_probs=batch.old_log_probs,
+            log_probs=log_probs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            response_mask=batch.response_mask,
+            denominator_mask=batch.response_mask,
+            parameters=loss_options(config),
+        )
+    )
+
+
+def covariance_statistics(
+    name: str, micro_batches: Sequence[PolicyLossInputs], over_ranks: SumOverRanks, from_ranks: GatherOverRanks
+) -> CovarianceStatistics:
+    """Statistics of a mini-batch from this rank's share of it (at least one micro-batch) and what the other ranks add.
+
+    Means are taken over all tokens of the mini-batch that are in the loss; then its tokens are ordered, and the score of the
+    last one that is selected is found among the best of every rank. So neither micro-batches nor ranks change who is selected.
+    """
+    means = [part for inputs in micro_batches for part in covariance_means(inputs)]
+    numerators = torch.stack([metric.numerator for metric in means]).view(-1, 2).sum(dim=0)
+    tokens = torch.stack([metric.denominator for metric in means]).view(-1, 2).sum(dim=0)[:1]
+    totals = over_ranks(torch.cat([numerators, tokens]))
+    advantage_mean, log_prob_mean = (totals[:2] / totals[2].clamp(min=1)).to(torch.float32)
+    size = selection_size(name, micro_batches[0], totals[2])
+    scores = torch.cat([selection_scores(name, inputs, advantage_mean, log_prob_mean).flatten() for inputs in micro_batches])
+    best = scores.new_full((int(size),), torch.iinfo(scores.dtype).min)
+    found = scores.topk(min(int(size), scores.numel())).values
+    best[: found.numel()] = found
+    threshold = selection_threshold(from_ranks(best), size)
+    counts = over_ranks(selection_counts(scores, threshold))
+    return CovarianceStatistics(advantage_mean, log_prob_mean, threshold, share_at_threshold(counts, size))

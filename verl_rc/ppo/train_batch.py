@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.advantage import apply_kl_in_reward, compute_advantages
-from verl_rc.config.algorithm import TOKEN_BASELINE_ESTIMATORS, AlgorithmConfig
+from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionResult, compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
@@ -119,7 +119,7 @@ def _weights_for_baseline(
     Weights do not look at advantages, so they can be had before them. Rules that do look get advantages of 0 and reject nothing
     here; their verdict is not used.
     """
-    if algorithm.adv_estimator not in TOKEN_BASELINE_ESTIMATORS or config.rollout_is is None:
+    if config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None
     return compute_rollout_correction(
         evaluations.old_log_probs,

@@ -4,10 +4,10 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from verl_rc.config.algorithms import AGGREGATIONS
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.plan import Phase, Plan, UpdateArithmetic, plan_of
-from verl_rc.report.formulas import divisors_of, parameter_values, policy_formula, total_formula
+from verl_rc.report.plan import Phase, Plan, PolicyPlan, UpdateArithmetic, plan_of
 
 PLAN_FILE = "plan.txt"
 _WIDTH = 118
@@ -85,7 +85,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
         source = own_model if config.has_reference_model else "the actor without its adapters"
         yield "π_ref", f"reference policy: {source} (ref_log_prob); constant"
     yield "m", _mask_meaning(config.algorithm.rollout_correction, plan)
-    if policy.facts is not None and policy.facts.ratio == "row":
+    if policy.spec is not None and policy.spec.ratio == "row":
         yield "", "the mean over a row runs over response_mask: a rejected token leaves the sum and not the ratio"
     counted = "response tokens (kept or not)" if policy.denominator == "original" else "kept tokens"
     counted = counted if policy.rejects else "response tokens"
@@ -95,12 +95,12 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
 
 
 def _ratio_symbols(plan: Plan) -> Iterator[Row]:
-    policy, facts = plan.policy, plan.policy.facts
+    policy, spec = plan.policy, plan.policy.spec
     symbol = "π_roll" if policy.bypass else "π_old"
-    if facts is None:
+    if spec is None:
         yield "π_old", f"{policy.old_policy} policy (old_log_probs); the function decides what it does with it"
         return
-    if not facts.reads_old_log_probs:
+    if not spec.reads_old_log_probs:
         yield "", f"no ratio, no clip: the {policy.old_policy} policy does not enter the loss {policy.loss}"
         return
     if not policy.bypass:
@@ -109,19 +109,17 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
             "proximal policy: the actor before the step's first update, recomputed by old_log_prob (old_log_probs); constant",
         )
     part = (
-        "; the gradient goes through it" if facts.gradient_through == "ratio" else "; a constant, the gradient goes through log π"
+        "; the gradient goes through it" if spec.gradient_through == "ratio" else "; a constant, the gradient goes through log π"
     )
-    if facts.ratio == "token":
+    if spec.ratio == "token" or spec.is_per_row:
         yield "r", f"π(y) / {symbol}(y) of the sampled token{part}"
-    elif policy.loss == "gspo":
+    elif spec.ratio == "row":
         yield "s", f"exp(mean over the row of log π(y) / {symbol}(y)), with each token's own gradient"
-    elif facts.ratio == "row":
-        yield "r", f"π(y) / {symbol}(y) of the sampled token{part}"
     if policy.bypass:
         yield (
             "",
             "bypass mode: π_old is the rollout policy, nothing is recomputed"
-            + (f"; read {symbol} for π_old" if facts.ratio in ("token", "penalty") else ""),
+            + (f"; read {symbol} for π_old" if spec.ratio in ("token", "penalty") else ""),
         )
 
 
@@ -133,7 +131,7 @@ def _weight_symbols(correction: RolloutCorrectionConfig, plan: Plan) -> Iterator
     bound = correction.weight_threshold()
     cut = f"at most {bound.upper:g}" if bound.lower is None else f"0 outside [{bound.lower:g}, {bound.upper:g}]"
     scaled = ", divided by their mean over the batch" if correction.rollout_is_batch_normalize else ""
-    symbol = "W" if policy.loss == "geo_mean" else "w"
+    symbol = "W" if policy.spec is not None and policy.spec.is_per_row else "w"
     level = "the geometric mean of the row's weights, each" if symbol == "W" else ""
     yield symbol, f"{level} {_WEIGHTS[str(correction.rollout_is)]} {ratio}, {cut}{scaled} (rollout_is_weights); constant".strip()
 
@@ -177,11 +175,11 @@ def _correction_rows(correction: RolloutCorrectionConfig, plan: Plan) -> Iterato
 def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     advantages, algorithm = plan.advantages, config.algorithm
     numbers = []
-    if advantages.uses_gamma:
+    if advantages.reads("gamma"):
         numbers.append(f"gamma = {algorithm.gamma:g}")
-    if advantages.uses_lam:
+    if advantages.reads("lam"):
         numbers.append(f"lam = {algorithm.lam:g}")
-    if advantages.uses_std:
+    if advantages.reads("norm_adv_by_std_in_grpo"):
         numbers.append("divided by the group's standard deviation" if algorithm.norm_adv_by_std_in_grpo else "centred only")
     baseline = _compared(plan) if advantages.compares_groups else "the critic's values" if advantages.uses_values else "none"
     rows = [("estimator", ", ".join([advantages.estimator, *numbers])), ("baseline", baseline)]
@@ -287,3 +285,37 @@ def _wrapped(start: str, text: str) -> list[str]:
     return textwrap.wrap(
         text, _WIDTH, initial_indent=start, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
     )
+
+
+def divisors_of(mode: str, counted: str, loss_scale_factor: int) -> str:
+    """The divisors of an aggregation mode in words; ``counted`` names the tokens that count."""
+    return AGGREGATIONS[mode].divisors.format(counted=counted, factor=loss_scale_factor)
+
+
+def policy_formula(plan: PolicyPlan) -> str:
+    """``L_policy`` of a plan."""
+    weight = "w · " if plan.weights else ""
+    if plan.spec is None:
+        return f"{weight}the function {plan.loss}"
+    if plan.spec.is_per_row:
+        own_weight = "W · " if plan.weights else ""
+        return f"1/S · Σ_rows {own_weight}[{plan.spec.formula}]"
+    return AGGREGATIONS[plan.aggregation].average_of(f"{weight}[{plan.spec.formula}]")
+
+
+def total_formula(plan: PolicyPlan, kl_loss_type: str) -> str:
+    """``L``: the policy term and the regularisers that are in the loss."""
+    terms, average = ["L = L_policy"], AGGREGATIONS[plan.regulariser_aggregation]
+    if plan.entropy_coeff:
+        sign = "−" if plan.entropy_coeff > 0 else "+"
+        terms.append(f"{sign} {abs(plan.entropy_coeff):g} · {average.average_of('H(π)')}")
+    if plan.kl_loss_coef:
+        divergence = average.average_of(f"{kl_loss_type}(π, π_ref)")
+        terms.append(f"+ {plan.kl_loss_coef:g} · {divergence}")
+    return " ".join(terms)
+
+
+def parameter_values(config: RunConfig, plan: PolicyPlan) -> str:
+    """The numbers of the formula, each with its key."""
+    options = () if plan.spec is None else plan.spec.options
+    return ", ".join(option.in_words(config.actor_rollout_ref.actor) for option in options)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from verl_rc.config.actor import KlKind
 
-_LOG_RATIO_BOUND = 20.0
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are held within ± this many nats before they are exponentiated: e^20 = 4.85e8."""
 _K3_BOUND = 10.0
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 KL_KINDS: tuple[str, ...] = get_args(KlKind)
@@ -17,11 +18,10 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     """Per-token estimate of KL(policy || reference) on tokens the policy sampled (Schulman 2020, "Approximating KL
     divergence").
 
-    With ``d = log_probs - ref_log_probs`` (any equal shapes, nats; at least in float32): k1 = d, abs = |d|, k2 = d^2 / 2,
+    With ``d = log_probs - ref_log_probs`` (any equal shapes, nats, in float32 at least): k1 = d, abs = |d|, k2 = d^2 / 2,
     k3 = exp(-d) + d - 1 (``-d`` bounded by ±20, the result by ±10). A ``+`` keeps the value and takes k2's gradient, which
     is that of the KL itself: ``k2 - sg(k2) + sg(base)``; k1's own gradient has mean zero and k3's is that of the opposite
-    divergence.
-    Raises ``ValueError`` for an unknown kind, and for ``full``, which sampled log-probs cannot give.
+    divergence. Raises ``ValueError`` for an unknown kind, and for ``full``, which sampled log-probs cannot give.
     """
     if kind == "full":
         raise ValueError(f"kl 'full' needs whole distributions, not sampled tokens' log-probs; use one of {', '.join(KL_KINDS)}.")
@@ -38,11 +38,41 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 def _estimate(difference: Tensor, kind: str) -> Tensor:
     name = _ALIASES.get(kind, kind)
-    if name == "k1":
-        return difference
     if name == "abs":
         return difference.abs()
+    if name == "k1":
+        return k1_estimate(-difference)
     if name == "k2":
-        return difference.square() / 2
-    negative = (-difference).clamp(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND)
-    return (torch.expm1(negative) - negative).clamp(-_K3_BOUND, _K3_BOUND)
+        return k2_estimate(-difference)
+    return k3_estimate(bound_log_ratio(-difference)).clamp(-_K3_BOUND, _K3_BOUND)
+
+
+def bound_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Nats, within ± ``LOG_RATIO_BOUND``."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def k1_estimate(log_ratio: Tensor) -> Tensor:
+    """``-l``, whose mean is KL(sampler || other); ``l`` is log(other / sampler) of tokens from the sampler, nats."""
+    return -log_ratio
+
+
+def k2_estimate(log_ratio: Tensor) -> Tensor:
+    """``l^2 / 2``: never negative, equal to the divergence to second order."""
+    return log_ratio.square() / 2
+
+
+def k3_estimate(log_ratio: Tensor) -> Tensor:
+    """``exp(l) - 1 - l``: never negative but for rounding, with the mean of k1. Bound ``l`` first."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def binary_kl(log_first: Tensor, log_second: Tensor) -> Tensor:
+    """``p ln(p/q) + (1-p) ln((1-p)/(1-q))``: KL of two policies with all but the sampled token taken together.
+
+    ``log_first`` and ``log_second`` are ln p and ln q, nats, <= 0. From log-probs and not from probabilities, whose
+    logarithms near 0 and 1 would have lost their digits.
+    """
+    rest, second_rest = -torch.expm1(log_first), -torch.expm1(log_second)
+    tiny = torch.finfo(second_rest.dtype).tiny
+    return log_first.exp() * (log_first - log_second) + torch.xlogy(rest, rest / second_rest.clamp(min=tiny))

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl_rc.tensor_ops.rows import row_slices
+
 _CHUNK_ELEMENTS = {"cpu": 1 << 20}
 _CHUNK_ELEMENTS_ON_ACCELERATORS = 1 << 26
 
@@ -113,10 +115,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
     rows, width = logits.shape
-    elements = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ON_ACCELERATORS)
-    step = max(1, elements // max(width, 1))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    return row_slices(rows, width, _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ON_ACCELERATORS))
 
 
 def _check(logits: Tensor, temperature: float) -> None:

@@ -14,9 +14,9 @@ from verl_rc.distributed.collectives import all_gather_vector, all_reduce_sum
 from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
-from verl_rc.ppo.covariance import covariance_inputs, covariance_loss_name, covariance_statistics
+from verl_rc.ppo.choices import covariance_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.ppo.objective import Objective, policy_objective
+from verl_rc.ppo.objective import Objective, covariance_inputs, covariance_statistics, policy_objective
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
@@ -42,7 +42,7 @@ class PolicyWorker(Learner):
         model_config, self._actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
-        self._needs_sum_pi_squared = config.needs_sum_pi_squared
+        self._needs_sum_pi_squared = config.algorithm.estimator_reads("sum_pi_squared")
         self._device = trainer_device(config.trainer.device)
         self._mesh = join_trainer_group(address, self._device)
         fsdp = self._actor.fsdp_config

@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_rc.advantage import (
     AdvantageInputs,
-    advantage_estimator_names,
     compute_advantages,
     register_advantage_estimator,
     resolve_advantage_estimator,
 )
+from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "advantages.json").read_text())["cases"]
-NAMES = sorted(set(advantage_estimator_names()) - {"grpo_vectorized"})
-COMPARING_GROUPS = sorted(set(NAMES) - {"gae", "reinforce_plus_plus", "remax"})
+NAMES = [name for name, spec in ADVANTAGE_ESTIMATORS.items() if spec.same_as is None]
+COMPARING_GROUPS = [name for name in NAMES if ADVANTAGE_ESTIMATORS[name].compares_groups]
 
 
 def float64(values: Any) -> Tensor:
@@ -175,7 +175,7 @@ def test_user_estimators_are_found_by_registered_name_and_by_module_and_function
     register_advantage_estimator("raw_for_test")(raw_rewards)
     rewards = torch.tensor([[1.0, 2.0]])
     assert torch.equal(compute_advantages("raw_for_test", rewards, torch.ones(1, 2))[0], rewards)
-    assert resolve_advantage_estimator("verl_rc.advantage.gae:gae") is resolve_advantage_estimator("gae")
+    assert resolve_advantage_estimator("verl_rc.advantage.returns:gae") is resolve_advantage_estimator("gae")
     for taken in ("grpo", "grpo_vectorized"):
         with pytest.raises(ValueError, match="is registered already"):
             register_advantage_estimator(taken)(raw_rewards)

@@ -118,7 +118,7 @@ MISTAKES = [
     ("actor_rollout_ref.actor.megatron.x=1", "Megatron is not supported"),
     ("reward_model.enable=True", "it moved; write reward.reward_model.enable"),
     ("custom_reward_function.path=x.py", "write reward.custom_reward_function.path"),
-    ("algorithm.adv_estimator=rlooo", "algorithm.adv_estimator must be one of grpo, grpo_passk, rloo"),
+    ("algorithm.adv_estimator=rlooo", "algorithm.adv_estimator must be one of gae, grpo, grpo_passk, rloo"),
     ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "dro_beta belongs to loss_mode=dro"),
     ("actor_rollout_ref.actor.policy_loss.clip_cov_ratio=0", "clip_cov_ratio"),
     ("algorithm.adv_estimator=gdpo", "gdpo_reward_keys belongs to algorithm.adv_estimator=gdpo, which needs it"),

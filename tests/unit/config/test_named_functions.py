@@ -13,7 +13,9 @@ def double(number: int) -> int:
 
 @pytest.fixture
 def functions() -> NamedFunctions[Callable[[int], int]]:
-    return NamedFunctions("number function", "section.key", {"double": double}, {"twice": "double"})
+    functions: NamedFunctions[Callable[[int], int]] = NamedFunctions("number function", "section.key", {"twice": "double"})
+    functions.register("double")(double)
+    return functions
 
 
 def test_every_way_to_a_function(functions: NamedFunctions[Callable[[int], int]]) -> None:

@@ -62,7 +62,7 @@ VARIANTS: list[Mistake] = [
     ("data.truncation=top", "data.truncation", "must be 'error', 'left', 'right' or 'middle'", "'top'", "or drop it for 'error'"),
     (f"{ACTOR}.loss_agg_mode=mean", "loss_agg_mode", "must be 'token-mean', 'token-sum'", "'mean'", "drop it for 'token-mean'"),
     (f"{ACTOR}.kl_loss_type=k4", f"{ACTOR}.kl_loss_type", "must be 'kl', 'k1'", "'k4'", "drop it for 'low_var_kl'"),
-    ("algorithm.adv_estimator=rlooo", "algorithm.adv_estimator", "must be one of grpo", "'rlooo'", "module:function"),
+    ("algorithm.adv_estimator=rlooo", "algorithm.adv_estimator", "must be one of gae", "'rlooo'", "module:function"),
     (f"{ACTOR}.policy_loss.loss_mode=ppo", "policy_loss.loss_mode", "must be one of vanilla", "'ppo'", "module:function"),
     (
         f"{ACTOR}.optim.lr_scheduler_type=step",

@@ -16,6 +16,7 @@ from sound_run import sound_run
 from verl_rc.cluster import placement
 from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.actor import OptimConfig
+from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.load import known_keys, load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.config.verl_keys import moved
@@ -24,9 +25,9 @@ from verl_rc.driver import stages
 from verl_rc.driver.run import Run
 from verl_rc.driver.setup import engine_options
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.losses.parameters import PolicyLossParameters
+from verl_rc.losses import loss_options
+from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.micro_batch_limits import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.rollout.sampling import SamplingOptions
 from verl_rc.workers.optimizer import build_optimizer, build_scheduler
 
@@ -186,8 +187,8 @@ def validation(config: RunConfig) -> SamplingOptions:
     return SamplingOptions.for_validation(config.actor_rollout_ref.rollout.val_kwargs, 9, ())
 
 
-def losses(config: RunConfig) -> PolicyLossParameters:
-    return PolicyLossParameters.from_config(config.actor_rollout_ref.actor)
+def losses(config: RunConfig) -> LossOptions:
+    return loss_options(config.actor_rollout_ref.actor)
 
 
 @pytest.mark.parametrize(("overrides", "receiver", "value"), OBJECTS, ids=[row[0] for row in OBJECTS])

@@ -1,11 +1,14 @@
-"""Cleaning of the inputs of policy losses."""
+"""What every policy loss is given: cleaned tensors, and options read from a configuration."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from verl_rc.losses import PolicyLossInputs, clean_policy_loss_inputs
+from verl_rc.config.algorithms import LossOptions
+from verl_rc.losses import PolicyLossInputs, clean_policy_loss_inputs, loss_options
 
 
 def test_values_that_must_not_count_are_cut_and_rejected_finite_ones_are_kept(make_batch: Callable[..., Any]) -> None:
@@ -40,3 +43,43 @@ def test_log_ratio_is_clamped_at_twenty_nats() -> None:
     zeros, ones = torch.zeros(1, 2), torch.ones(1, 2)
     inputs = PolicyLossInputs(zeros, torch.tensor([[50.0, -50.0]]), zeros, ones, ones, ones)
     assert inputs.log_ratio.tolist() == [[20.0, -20.0]]
+
+
+def test_clip_ratio_speaks_for_the_bounds_that_are_not_given() -> None:
+    both = loss_options({"clip_ratio": 0.1, "clip_ratio_low": None})
+    assert both.clip_bounds == (0.1, 0.1)
+    higher = loss_options(SimpleNamespace(clip_ratio=0.1, clip_ratio_high=0.28))
+    assert higher.clip_bounds == (0.1, 0.28)
+
+
+def test_keys_of_policy_loss_are_found_in_the_subsection_and_beside_the_others() -> None:
+    nested = SimpleNamespace(clip_ratio_c=4, policy_loss=SimpleNamespace(dro_beta=0.3, kl_cov_ratio=0.5))
+    parameters = loss_options(nested)
+    assert (parameters.clip_ratio_c, parameters.dro_beta, parameters.kl_cov_ratio) == (4.0, 0.3, 0.5)
+    assert loss_options({"dro_beta": 0.7}).dro_beta == 0.7
+    both = {"ppo_kl_coef": 0.5, "policy_loss": {"ppo_kl_coef": 0.9}}
+    assert loss_options(both).ppo_kl_coef == 0.9
+
+
+def test_nothing_given_and_records_pass_through() -> None:
+    assert loss_options(None) == loss_options({}) == LossOptions()
+    record = LossOptions(tau_pos=2.0)
+    assert loss_options(record) is record
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("clip_ratio_c", 1.0, r"actor\.clip_ratio_c must be greater than 1, got 1\.0"),
+        ("clip_ratio_low", -0.1, r"actor\.clip_ratio_low must be greater than or equal to 0, got -0\.1"),
+        ("tau_neg", 0.0, r"actor\.tau_neg must be greater than 0"),
+        ("clip_cov_ratio", 0.0, r"actor\.clip_cov_ratio must be greater than 0"),
+        ("kl_cov_ratio", 1.5, r"actor\.kl_cov_ratio must be less than or equal to 1"),
+        ("clip_cov_lb", 6.0, r"policy_loss\.clip_cov_lb must be below clip_cov_ub, got 6\.0 and 5\.0"),
+        ("dro_beta", 0.0, r"actor\.dro_beta must be greater than 0"),
+        ("tau_pos", "high", r"actor\.tau_pos must be a valid number, .* got 'high'"),
+    ],
+)
+def test_refuses_numbers_out_of_range_by_the_name_of_their_key(name: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        loss_options({name: value})

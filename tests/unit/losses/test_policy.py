@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from verl_rc.config.algorithms import POLICY_LOSSES, LossOptions
 from verl_rc.losses import (
     Aggregation,
     CovarianceStatistics,
     LossMetric,
     PolicyLossInputs,
-    PolicyLossParameters,
     clean_policy_loss_inputs,
     compute_policy_loss,
     covariance_means,
-    policy_loss_names,
+    loss_options,
     register_policy_loss,
     resolve_policy_loss,
     selection_counts,
@@ -31,9 +30,7 @@ from verl_rc.losses import (
 )
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "policy_losses.json").read_text())["cases"]
-NAMES = policy_loss_names()
-CLAMPING = ("vanilla", "cispo", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "geo_mean")
-"""Losses that clamp log-ratios to ±20 nats, in the ratio and in what they report."""
+NAMES = tuple(POLICY_LOSSES)
 CONFIG = {
     "clip_ratio_low": 0.1,
     "clip_ratio_high": 0.3,
@@ -70,7 +67,7 @@ def test_loss_gradient_and_metrics_equal_golden(case: dict[str, Any]) -> None:
     )
     loss.backward()
     expected = case["expected"]
-    if case["name"] in CLAMPING:
+    if POLICY_LOSSES[case["name"]].ppo_kl == "clamped":
         expected["metrics"]["actor/ppo_kl_clamped_fraction"] = 0.0  # no golden case has a log-ratio beyond 20 nats
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-5)
     torch.testing.assert_close(log_probs.grad, float64(expected["grad"]), rtol=1e-5, atol=1e-7)
@@ -90,7 +87,7 @@ def covariance_statistics(name: str, arguments: dict[str, Any], parts: list[Tens
     """What a trainer computes for a mini-batch from its parts, before the losses."""
     if name not in ("clip_cov", "kl_cov"):
         return None
-    parameters = PolicyLossParameters.from_config(CONFIG)
+    parameters = loss_options(CONFIG)
     cleaned = [
         clean_policy_loss_inputs(
             PolicyLossInputs(
@@ -141,16 +138,18 @@ def test_micro_batches_add_up_to_the_mini_batch(name: str, mode: str, make_batch
         assert merged.mean().item() == pytest.approx(metric.mean().item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"gpg"}))
+@pytest.mark.parametrize("name", NAMES)
 def test_clamped_log_ratios_are_counted_and_others_enter_ppo_kl_as_they_are(name: str) -> None:
     old = float64([[-1.0, -30.0, -26.0, -1.0], [-0.5, -0.5, -0.5, -0.5]])
     current = float64([[-31.0, -1.0, -1.0, -1.5], [-0.5, -0.5, -0.5, -90.0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     _, metrics = compute_policy_loss(name, old, current, -torch.ones(2, 4), mask, config=CONFIG)
-    gaps = {"kl_cov": 30 + 29 + 25 + 0.5}.get(name, 20 - 20 - 20 + 0.5 if name in CLAMPING else 30 - 29 - 25 + 0.5)
-    assert metrics["actor/ppo_kl"].mean().item() == pytest.approx(gaps / 7)
-    counted = {"actor/ppo_kl_clamped_fraction": pytest.approx(3 / 7)} if name in CLAMPING else {}
-    assert {key: value.mean().item() for key, value in metrics.items() if "clamped" in key} == counted
+    gaps = {"clamped": 20 - 20 - 20 + 0.5, "whole": 30 - 29 - 25 + 0.5, "distance": 30 + 29 + 25 + 0.5}
+    kind = POLICY_LOSSES[name].ppo_kl
+    expected = {} if kind == "none" else {"actor/ppo_kl": pytest.approx(gaps[kind] / 7)}
+    if kind == "clamped":
+        expected["actor/ppo_kl_clamped_fraction"] = pytest.approx(3 / 7)
+    assert {key: value.mean().item() for key, value in metrics.items() if "ppo_kl" in key} == expected
 
 
 @pytest.mark.parametrize("name", ["kl_cov", "dro"])
@@ -264,7 +263,7 @@ def test_user_losses_are_found_by_registered_name_and_by_module_and_function() -
     register_policy_loss("squared_for_test")(squared_loss)
     twos, ones = torch.full((1, 2), 2.0), torch.ones(1, 2)
     assert compute_policy_loss("squared_for_test", twos, twos, ones, ones)[0].item() == 4
-    assert resolve_policy_loss("verl_rc.losses.gpg:gpg_loss") is resolve_policy_loss("gpg")
+    assert resolve_policy_loss("verl_rc.losses.policy_gradient:gpg_loss") is resolve_policy_loss("gpg")
     with pytest.raises(ValueError, match="'vanilla' is registered already"):
         register_policy_loss("vanilla")(squared_loss)
 
@@ -274,7 +273,7 @@ def test_user_losses_are_found_by_registered_name_and_by_module_and_function() -
     [
         ("ppo", r"loss_mode must be one of vanilla, .*, or 'module:function'; got 'ppo'"),
         ("no_such_module:loss", r"'no_such_module:loss' must name a function in an importable module"),
-        ("verl_rc.losses.gpg:no_such_loss", "must name a function"),
+        ("verl_rc.losses.policy_gradient:no_such_loss", "must name a function"),
     ],
 )
 def test_refuses_names_of_no_loss(name: str, message: str) -> None:
@@ -293,6 +292,6 @@ def test_only_clip_ratio_given_has_an_effect(make_batch: Callable[..., Any]) -> 
     arguments = make_batch().policy_loss_arguments()
     narrow = compute_policy_loss("vanilla", **arguments, config={"clip_ratio": 0.01})[0]
     explicit = compute_policy_loss("vanilla", **arguments, config={"clip_ratio_low": 0.01, "clip_ratio_high": 0.01})[0]
-    wide = compute_policy_loss("vanilla", **arguments, config=replace(PolicyLossParameters(), clip_ratio_high=0.5))[0]
+    wide = compute_policy_loss("vanilla", **arguments, config=LossOptions(clip_ratio_high=0.5))[0]
     assert narrow == explicit
     assert narrow != wide

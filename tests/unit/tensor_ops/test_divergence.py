@@ -1,13 +1,14 @@
 """KL estimators: golden values and gradients, and the exact KL of a small distribution."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from verl_rc.tensor_ops import KL_KINDS, kl_penalty
+from verl_rc.tensor_ops import KL_KINDS, binary_kl, bound_log_ratio, k1_estimate, k2_estimate, k3_estimate, kl_penalty
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "kl_penalty.json").read_text())["cases"]
 
@@ -72,6 +73,27 @@ def test_value_is_unbiased(kind: str) -> None:
 def test_refuses_what_it_cannot_estimate(kind: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         kl_penalty(torch.zeros(1), torch.zeros(1), kind)
+
+
+def test_estimates_and_binary_divergence_by_hand() -> None:
+    """Of a policy with 1/4 on the sampled token over one with 1/2."""
+    log_ratio = torch.tensor(0.25, dtype=torch.float64).log() - torch.tensor(0.5, dtype=torch.float64).log()
+    assert float(k1_estimate(log_ratio)) == pytest.approx(math.log(2))
+    assert float(k2_estimate(log_ratio)) == pytest.approx(math.log(2) ** 2 / 2)
+    assert float(k3_estimate(log_ratio)) == pytest.approx(0.5 - 1 + math.log(2))
+    quarter, half = torch.tensor([0.25, 0.5], dtype=torch.float64).log()
+    assert float(binary_kl(quarter, half)) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert float(binary_kl(half, half)) == 0
+    assert float(bound_log_ratio(torch.tensor(-31.0))) == -20
+
+
+def test_binary_divergence_keeps_its_digits_near_certainty() -> None:
+    """p = 1 - 1e-12, q = 1 - 2e-12: about 1e-12 (ln(1/2) + 1), where probabilities would leave four digits."""
+    first, second = (torch.tensor(-rest, dtype=torch.float64) for rest in (1e-12, 2e-12))
+    assert float(binary_kl(first, second)) == pytest.approx(1e-12 * (math.log(0.5) + 1), rel=1e-3)
+    certain = torch.tensor(0.0, dtype=torch.float64)
+    assert float(binary_kl(certain, second)) == pytest.approx(2e-12, rel=1e-3)
+    assert bool(binary_kl(second, certain).isfinite())
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from small_models import free_port, make_train_batch, small_run_config
 
-from verl_rc.config.actor import POLICY_LOSSES, PolicyLossConfig
+from verl_rc.config.actor import PolicyLossConfig
+from verl_rc.config.algorithms import LOSS_MODES
 from verl_rc.data.batches import TrainBatch
 from verl_rc.distributed.mesh import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
@@ -67,7 +68,7 @@ def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("loss_mode", [*POLICY_LOSSES, "of_ones_own:log_prob_loss"])
+@pytest.mark.parametrize("loss_mode", [*LOSS_MODES, "of_ones_own:log_prob_loss"])
 def test_cutting_changes_no_gradient_and_no_two_losses_are_one(
     worker: PolicyWorker, batch: TrainBatch, loss_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

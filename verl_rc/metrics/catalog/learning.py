@@ -1,6 +1,13 @@
 """What is learned: losses and gradients of actor and critic; scores, advantages, returns."""
 
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
+
+
+def _losses(*kinds: str) -> str:
+    """Policy losses by what they average as ``actor/ppo_kl``."""
+    return ", ".join(name for name, spec in POLICY_LOSSES.items() if spec.ppo_kl in kinds)
+
 
 _ACTOR = (
     MetricSpec("actor/pg_loss", "1", "policy loss, aggregated by actor.loss_agg_mode over loss_mask, mean over updates"),
@@ -25,7 +32,8 @@ _ACTOR = (
         "actor/ppo_kl",
         "nats",
         "mean over tokens in loss_mask of old − current log-prob, k1 of KL(old || current); old: proximal, in bypass mode "
-        "rollout; each term clamped to ±20 nats but in gspo, dro, reinforce, kl_cov; kl_cov: of |old − current|; gpg: none",
+        f"rollout; each term clamped to ±20 nats but in {_losses('whole', 'distance')}; "
+        f"{_losses('distance')}: of |old − current|; {_losses('none')}: none",
         (-0.01, 0.1),
     ),
     MetricSpec(

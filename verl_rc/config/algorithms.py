@@ -1,0 +1,410 @@
+"""Every fact about a policy loss, an average of token losses or an advantage estimator, once.
+
+The schema takes its options from here; checks, plan, ``explain`` and documents read the records; ``losses/`` and
+``advantage/`` bind functions to their names. A new loss is an entry here and its function; so is a new estimator.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from verl_rc.config.base import StrictModel
+
+LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass(frozen=True)
+class AggregationSpec:
+    """How the losses ``l`` of tokens in the mask ``m`` become one number."""
+
+    formula: str
+    """With ``{term}`` for a token's loss."""
+    divisors: str
+    """What its letters mean, with ``{counted}`` for the tokens that count and ``{factor}`` for ``loss_scale_factor``."""
+    source: str = ""
+
+    def average_of(self, term: str) -> str:
+        """What becomes of a term of every token."""
+        return self.formula.format(term=term)
+
+
+_SEQUENCES = "S = rows of the mini-batch, over all ranks, with at least one of these: {counted}"
+AGGREGATIONS: Mapping[str, AggregationSpec] = {
+    "token-mean": AggregationSpec(
+        "1/N · Σ m {term}", "N = {counted} of the mini-batch, over all ranks", "DAPO, arXiv:2503.14476"
+    ),
+    "token-sum": AggregationSpec("Σ m {term}", "divided by nothing"),
+    "seq-mean-token-sum": AggregationSpec("1/S · Σ m {term}", _SEQUENCES),
+    "seq-mean-token-mean": AggregationSpec(
+        "1/S · Σ_rows (1/n · Σ_t m {term})", f"n = {{counted}} of the row; {_SEQUENCES}", "GRPO, arXiv:2402.03300"
+    ),
+    "seq-mean-token-sum-norm": AggregationSpec(
+        "1/(S·F) · Σ m {term}", f"F = {{factor}}; {_SEQUENCES}", "Dr. GRPO, arXiv:2503.20783"
+    ),
+}
+"""Values of ``loss_agg_mode``."""
+
+
+class RatioOptions(StrictModel):
+    """Options of losses that stand in ``actor_rollout_ref.actor`` itself, as in verl."""
+
+    clip_ratio: float = Field(0.2, ge=0)
+    """Clip range of the probability ratio on both sides, where the next two are null."""
+    clip_ratio_low: float | None = Field(None, ge=0)
+    """Clip range below 1; null: ``clip_ratio``. ``dppo_tv``: a difference of probabilities, ``dppo_kl``: nats."""
+    clip_ratio_high: float | None = Field(None, ge=0)
+    """Clip range above 1; null: ``clip_ratio``. In the units of ``clip_ratio_low``."""
+    clip_ratio_c: float = Field(3.0, gt=1)
+    """Dual clip: bound of the loss where the advantage is negative, as a multiple of it. ``dppo_*``: cap of the ratio."""
+    tau_pos: float = Field(1.0, gt=0)
+    """Temperature of ``sapo`` where the advantage is positive."""
+    tau_neg: float = Field(1.05, gt=0)
+    """Temperature of ``sapo`` where it is negative."""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """The clip ranges below and above 1, with ``clip_ratio`` for those that are null."""
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        return self.clip_ratio if low is None else low, self.clip_ratio if high is None else high
+
+
+class PolicyLossOptions(StrictModel):
+    """Options of losses that stand in ``actor_rollout_ref.actor.policy_loss``."""
+
+    dro_beta: float | None = Field(None, gt=0)
+    """Weight of the quadratic penalty of ``dro``, which needs it."""
+    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """``clip_cov``: share of a mini-batch's tokens that is dropped, at least one."""
+    clip_cov_lb: float = 1.0
+    """``clip_cov``: tokens are dropped whose advantage and log-prob have a covariance above this."""
+    clip_cov_ub: float = 5.0
+    """``clip_cov``: and below this."""
+    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """``kl_cov``: share of a mini-batch's tokens that is penalised, at least one: those of the largest covariance."""
+    ppo_kl_coef: float = Field(0.1, ge=0)
+    """``kl_cov``: weight of the penalty on the distance of log-prob and old log-prob, per nat."""
+
+    @model_validator(mode="after")
+    def _some_covariance_is_between(self) -> "PolicyLossOptions":
+        if not self.clip_cov_lb < self.clip_cov_ub:
+            raise ValueError(
+                "actor_rollout_ref.actor.policy_loss.clip_cov_lb must be below clip_cov_ub, "
+                f"got {self.clip_cov_lb} and {self.clip_cov_ub}"
+            )
+        return self
+
+
+class LossOptions(RatioOptions, PolicyLossOptions):
+    """The options of all losses side by side, as the functions read them."""
+
+
+@dataclass(frozen=True)
+class LossOption:
+    """An option that a loss reads."""
+
+    key: str
+    """Under ``actor_rollout_ref.actor``."""
+    symbol: str
+    """In the formula."""
+    where: str = ""
+    """Where it acts, in words."""
+    is_required: bool = False
+    """Losses that read it do not run without a value; all others refuse one."""
+
+    def value(self, actor: StrictModel) -> float | None:
+        """Its value in a section ``actor_rollout_ref.actor``."""
+        value: float | None = attrgetter(self.key)(actor)
+        return value
+
+    def in_words(self, actor: StrictModel) -> str:
+        """Symbol, value and key."""
+        return f"{self.symbol} = {self.value(actor):g}{self.where and ' ' + self.where} ({self.key})"
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A policy loss."""
+
+    title: str
+    formula: str
+    """ℓ of a token, or of a row; sg[…] is a constant of the gradient."""
+    source: str
+    ratio: Literal["token", "row", "penalty", "none"]
+    """Where it reads the old policy: a ratio of each token, one of each row, only a penalty, or nowhere."""
+    gradient_through: Literal["ratio", "log_prob"]
+    """What carries the gradient: the ratio itself, or log π while the ratio is a constant."""
+    options: tuple[LossOption, ...] = ()
+    only_negative: tuple[LossOption, ...] = ()
+    """Those of its options that act only where the advantage is negative."""
+    aggregation: LossAggregation | None = None
+    """Its own average, whatever ``loss_agg_mode`` says; None: that mode."""
+    is_per_row: bool = False
+    """A row has one term and one weight, the geometric mean of its tokens' weights."""
+    selects_by_covariance: bool = False
+    """It selects tokens by their covariance over the whole mini-batch, which a pass without gradient finds first."""
+    ppo_kl: Literal["clamped", "whole", "distance", "none"] = "clamped"
+    """What ``actor/ppo_kl`` averages: old − current log-prob, clamped to ±20 nats as in the ratio, or whole; its absolute
+    value; or nothing."""
+    is_loss_mode: bool = True
+    """Chosen by ``policy_loss.loss_mode``; False: by ``algorithm.rollout_correction.loss_type``."""
+
+    @property
+    def reads_old_log_probs(self) -> bool:
+        """Whether the policy before the update matters at all."""
+        return self.ratio != "none"
+
+
+_LOW, _HIGH = LossOption("clip_ratio_low", "ε_low"), LossOption("clip_ratio_high", "ε_high")
+_CAP = LossOption("clip_ratio_c", "c")
+_TAU_POS, _TAU_NEG = LossOption("tau_pos", "τ", "where A > 0"), LossOption("tau_neg", "τ", "elsewhere")
+_SURROGATE = "max(−A r, −A clip(r, 1−ε_low, 1+ε_high))"
+
+POLICY_LOSSES: Mapping[str, LossSpec] = {
+    "vanilla": LossSpec(
+        title="PPO's clipped surrogate with dual clip",
+        formula=f"{_SURROGATE}, and at most −A c where A < 0",
+        source="arXiv:1707.06347, arXiv:1912.09729",
+        ratio="token",
+        gradient_through="ratio",
+        options=(_LOW, _HIGH, _CAP),
+        only_negative=(_LOW, _CAP),
+    ),
+    "gspo": LossSpec(
+        title="Group sequence policy optimisation",
+        formula="max(−A s, −A clip(s, 1−ε_low, 1+ε_high))",
+        source="arXiv:2507.18071",
+        ratio="row",
+        gradient_through="ratio",
+        options=(_LOW, _HIGH),
+        only_negative=(_LOW,),
+        ppo_kl="whole",
+    ),
+    "gpg": LossSpec(
+        title="Group policy gradient",
+        formula="−A log π(y)",
+        source="arXiv:2504.02546",
+        ratio="none",
+        gradient_through="log_prob",
+        ppo_kl="none",
+    ),
+    "cispo": LossSpec(
+        title="Clipped importance-sampling policy optimisation",
+        formula="−A sg[clip(r, 1−ε_low, 1+ε_high)] log π(y)",
+        source="arXiv:2506.13585",
+        ratio="token",
+        gradient_through="log_prob",
+        options=(_LOW, _HIGH),
+    ),
+    "geo_mean": LossSpec(
+        title="Geometric-mean policy optimisation",
+        formula="−Ā exp(mean over the row of d), d = log r, at most ε_high where A > 0 and at least −ε_low where A < 0",
+        source="arXiv:2507.20673",
+        ratio="row",
+        gradient_through="ratio",
+        options=(_LOW, _HIGH),
+        only_negative=(_LOW,),
+        aggregation="seq-mean-token-sum",
+        is_per_row=True,
+    ),
+    "sapo": LossSpec(
+        title="Soft adaptive policy optimisation",
+        formula="−A (4/τ) sigmoid(τ (r − 1))",
+        source="arXiv:2511.20347",
+        ratio="token",
+        gradient_through="ratio",
+        options=(_TAU_POS, _TAU_NEG),
+        only_negative=(_TAU_NEG,),
+        aggregation="seq-mean-token-mean",
+    ),
+    "clip_cov": LossSpec(
+        title="Clip-Cov",
+        formula=f"{_SURROGATE}, and 0 for a drawn share of the tokens with cov_low < C < cov_high",
+        source="arXiv:2505.22617",
+        ratio="token",
+        gradient_through="ratio",
+        options=(
+            _LOW,
+            _HIGH,
+            LossOption("policy_loss.clip_cov_ratio", "share"),
+            LossOption("policy_loss.clip_cov_lb", "cov_low"),
+            LossOption("policy_loss.clip_cov_ub", "cov_high"),
+        ),
+        only_negative=(_LOW,),
+        selects_by_covariance=True,
+    ),
+    "kl_cov": LossSpec(
+        title="KL-Cov",
+        formula="−A r, plus κ |log π(y) − log π_old(y)| for the share of the tokens with the largest C",
+        source="arXiv:2505.22617",
+        ratio="token",
+        gradient_through="ratio",
+        options=(LossOption("policy_loss.kl_cov_ratio", "share"), LossOption("policy_loss.ppo_kl_coef", "κ")),
+        selects_by_covariance=True,
+        ppo_kl="distance",
+    ),
+    "dppo_tv": LossSpec(
+        title="Divergence PPO with total variation",
+        formula="−A sg[min(r, c)] log π(y), while π(y) − π_old(y) has not moved by more than ε_high up or ε_low down",
+        source="arXiv:2602.04879",
+        ratio="token",
+        gradient_through="log_prob",
+        options=(_LOW, _HIGH, _CAP),
+        only_negative=(_LOW,),
+    ),
+    "dppo_kl": LossSpec(
+        title="Divergence PPO with the binary KL divergence",
+        formula="−A sg[min(r, c)] log π(y), while the binary KL of π_old(y) and π(y) is not above ε_high up or ε_low down",
+        source="arXiv:2602.04879",
+        ratio="token",
+        gradient_through="log_prob",
+        options=(_LOW, _HIGH, _CAP),
+        only_negative=(_LOW,),
+    ),
+    "dro": LossSpec(
+        title="Direct reward optimisation",
+        formula="−A log π(y) + β/2 (log π(y) − log π_old(y))²",
+        source="arXiv:2405.19107",
+        ratio="penalty",
+        gradient_through="log_prob",
+        options=(LossOption("policy_loss.dro_beta", "β", is_required=True),),
+        ppo_kl="whole",
+    ),
+    "reinforce": LossSpec(
+        title="REINFORCE with importance weights",
+        formula="−A log π(y)",
+        source="Williams 1992, arXiv:1205.4839",
+        ratio="none",
+        gradient_through="log_prob",
+        is_loss_mode=False,
+        ppo_kl="whole",
+    ),
+}
+"""Every policy loss that a configuration can choose by name."""
+LOSS_MODES = tuple(name for name, spec in POLICY_LOSSES.items() if spec.is_loss_mode)
+"""Names for ``actor.policy_loss.loss_mode``."""
+LOSS_OPTIONS = tuple(dict.fromkeys(option for spec in POLICY_LOSSES.values() for option in spec.options))
+"""Every option that some loss reads."""
+
+EstimatorInput = Literal[
+    "group_ids", "values", "reward_baselines", "component_scores", "old_log_probs", "sum_pi_squared", "rollout_is_weights"
+]
+"""Arguments of ``compute_advantages`` that some estimators read."""
+EstimatorOption = Literal["gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"]
+"""Keys of ``algorithm`` that some estimators read."""
+
+
+@dataclass(frozen=True)
+class EstimatorSpec:
+    """An advantage estimator. It reads ``response_mask`` and the rewards of tokens, and what ``inputs`` names."""
+
+    title: str
+    formula: str
+    """A of a token; s is the row's score, g its group: the rows that answer the same prompt."""
+    source: str
+    inputs: tuple[EstimatorInput, ...] = ()
+    """``group_ids``: it compares the rows of a prompt. ``component_scores``: in the place of rewards, and so of a KL penalty
+    in them. ``rollout_is_weights``: if there are any."""
+    options: tuple[EstimatorOption, ...] = ()
+    never_negative: bool = False
+    """No advantage is below 0."""
+    needs_several_samples: bool = False
+    """A row alone in its group gets 0; from all others that compare rows it gets its own score, as in verl."""
+    same_as: str | None = None
+    """The estimator that this is another name of, verl's."""
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the rows of a prompt are compared."""
+        return "group_ids" in self.inputs
+
+
+_GRPO = EstimatorSpec(
+    title="Group-relative advantages; Dr. GRPO without the division",
+    formula="(s − mean_g) / (std_g + 1e-6); undivided without norm_adv_by_std_in_grpo",
+    source="arXiv:2402.03300, arXiv:2503.20783",
+    inputs=("group_ids",),
+    options=("norm_adv_by_std_in_grpo",),
+)
+_RLOO = EstimatorSpec(
+    title="Leave-one-out baseline",
+    formula="s − mean of the group's other scores",
+    source="arXiv:2402.14740",
+    inputs=("group_ids",),
+)
+_TOKEN_BASELINE = EstimatorSpec(
+    title="Optimal token baseline",
+    formula="G_t − Σ_g W_t G_t / Σ_g W_t, W_t = Σ_{u≤t} (1 − 2 π_u + Σ_v π_u(v)²) w_u²; G_t = r_t + G_{t+1}",
+    source="arXiv:2602.07078",
+    inputs=("group_ids", "old_log_probs", "sum_pi_squared", "rollout_is_weights"),
+)
+
+ADVANTAGE_ESTIMATORS: Mapping[str, EstimatorSpec] = {
+    "gae": EstimatorSpec(
+        title="Generalised advantage estimation",
+        formula="δ_t + γ λ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t; whitened over the batch",
+        source="arXiv:1506.02438",
+        inputs=("values",),
+        options=("gamma", "lam"),
+    ),
+    "grpo": _GRPO,
+    "grpo_passk": EstimatorSpec(
+        title="Pass@k training",
+        formula="(s_max − s_second) / (std_g + 1e-6) for the best row, 0 for others; undivided without norm_adv_by_std_in_grpo",
+        source="arXiv:2503.19595",
+        inputs=("group_ids",),
+        options=("norm_adv_by_std_in_grpo",),
+        never_negative=True,
+        needs_several_samples=True,
+    ),
+    "rloo": _RLOO,
+    "reinforce_plus_plus": EstimatorSpec(
+        title="REINFORCE++",
+        formula="G_t = r_t + γ G_{t+1}; whitened over the batch",
+        source="arXiv:2501.03262",
+        options=("gamma",),
+    ),
+    "reinforce_plus_plus_baseline": EstimatorSpec(
+        title="REINFORCE++ with baseline",
+        formula="s − mean_g; whitened over the batch",
+        source="arXiv:2501.03262",
+        inputs=("group_ids",),
+    ),
+    "remax": EstimatorSpec(
+        title="ReMax",
+        formula="G_t − score of the prompt's greedy response; G_t = r_t + G_{t+1}",
+        source="arXiv:2310.10505",
+        inputs=("reward_baselines",),
+    ),
+    "opo": EstimatorSpec(
+        title="Length-weighted baseline",
+        formula="s − Σ_g n s / Σ_g n, n = response tokens of a row",
+        source="arXiv:2505.23585",
+        inputs=("group_ids",),
+        needs_several_samples=True,
+    ),
+    "gpg": EstimatorSpec(
+        title="Group policy gradient",
+        formula="α (s − mean_g), α = rows / rows whose score is not 0",
+        source="arXiv:2504.02546",
+        inputs=("group_ids",),
+    ),
+    "gdpo": EstimatorSpec(
+        title="Parts of the reward, normalised one by one",
+        formula="Σ_k w_k (s_k − mean_g) / (std_g + 1e-6); whitened over the batch",
+        source="arXiv:2601.05242",
+        inputs=("group_ids", "component_scores"),
+        options=("gdpo_reward_keys", "gdpo_reward_weights"),
+    ),
+    "optimal_token_baseline": _TOKEN_BASELINE,
+    "tir_optimal_token_baseline": replace(
+        _TOKEN_BASELINE, title="Optimal token baseline, response tokens lined up across tool output"
+    ),
+    "grpo_vectorized": replace(_GRPO, same_as="grpo"),
+    "rloo_vectorized": replace(
+        _RLOO, title="Leave-one-out baseline, as verl's second implementation of it", needs_several_samples=True
+    ),
+}
+"""Names for ``algorithm.adv_estimator``."""

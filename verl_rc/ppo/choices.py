@@ -1,0 +1,54 @@
+"""What a configuration chooses of an update: its loss, what comes before it, how much a forward pass holds. No torch."""
+
+from verl_rc.config.actor import ActorConfig
+from verl_rc.config.algorithms import POLICY_LOSSES
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.run import RunConfig
+from verl_rc.data.microbatch import MicroBatchLimit
+
+
+def policy_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:
+    """The policy loss that runs: ``reinforce`` when bypass mode asks for it, else ``policy_loss.loss_mode``."""
+    return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss.loss_mode
+
+
+def covariance_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str | None:
+    """The policy loss that runs, if it selects tokens by their covariance over the mini-batch."""
+    name = policy_loss_name(config, correction)
+    spec = POLICY_LOSSES.get(name)
+    return name if spec is not None and spec.selects_by_covariance else None
+
+
+def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
+    """Whether a loss depends on the whole mini-batch: on its mean weight, or on how many tokens are kept of it."""
+    return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"
+
+
+def log_prob_limit(config: RunConfig) -> MicroBatchLimit:
+    """The actor without gradient."""
+    rollout = config.actor_rollout_ref.rollout
+    return _limit(
+        rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+    )
+
+
+def reference_limit(config: RunConfig) -> MicroBatchLimit:
+    """The reference policy."""
+    ref = config.actor_rollout_ref.ref
+    return _limit(ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+
+
+def actor_limit(config: RunConfig) -> MicroBatchLimit:
+    """The actor's update."""
+    actor = config.actor_rollout_ref.actor
+    return _limit(actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
+
+
+def critic_limit(config: RunConfig) -> MicroBatchLimit:
+    """The critic, with gradient or without."""
+    critic = config.critic
+    return _limit(critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
+
+
+def _limit(by_tokens: bool | None, max_tokens: int | None, max_rows: int | None) -> MicroBatchLimit:
+    return MicroBatchLimit(max_tokens=max_tokens) if by_tokens else MicroBatchLimit(max_rows=max_rows)

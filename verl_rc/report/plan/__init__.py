@@ -1,0 +1,52 @@
+"""What a configuration will do: facts about the objective, the batch and the step, before anything runs. Pure."""
+
+from dataclasses import dataclass
+
+from verl_rc.config.run import RunConfig
+from verl_rc.report.plan.objective import AdvantagePlan, Operand, PolicyPlan, ValuePlan, plan_advantages, plan_policy, plan_value
+from verl_rc.report.plan.options import InertOption, inert_options, warnings_of
+from verl_rc.report.plan.schedule import BatchArithmetic, Phase, UpdateArithmetic, plan_arithmetic, plan_phases
+
+__all__ = [
+    "AdvantagePlan",
+    "BatchArithmetic",
+    "InertOption",
+    "Operand",
+    "Phase",
+    "Plan",
+    "PolicyPlan",
+    "UpdateArithmetic",
+    "ValuePlan",
+    "plan_of",
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do."""
+
+    policy: PolicyPlan
+    value: ValuePlan | None
+    """None: no critic."""
+    advantages: AdvantagePlan
+    sizes: BatchArithmetic
+    phases: tuple[Phase, ...]
+    inert: tuple[InertOption, ...]
+    """Options that change nothing that is trained on."""
+    warnings: tuple[str, ...]
+    """What is allowed and hardly meant."""
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """The plan of a valid configuration; reads no file, starts nothing."""
+    policy, sizes = plan_policy(config), plan_arithmetic(config)
+    advantages = plan_advantages(config, policy)
+    return Plan(
+        policy=policy,
+        value=plan_value(config),
+        advantages=advantages,
+        sizes=sizes,
+        phases=plan_phases(config, policy, sizes),
+        inert=inert_options(config, policy, advantages),
+        warnings=warnings_of(config, policy, sizes),
+    )

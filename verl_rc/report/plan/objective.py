@@ -1,0 +1,196 @@
+"""Which tensors decide an update, and in what part: the objective's terms and what advantages are computed from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from verl_rc.config.algorithms import POLICY_LOSSES, EstimatorOption, EstimatorSpec, LossSpec
+from verl_rc.config.run import RunConfig
+from verl_rc.ppo.choices import covariance_loss_name, needs_statistics_first, policy_loss_name
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a loss depends on."""
+
+    name: str
+    """Field of ``TokenScores``, ``TrainBatch`` or ``CriticBatch``; ``values`` are the critic's current ones."""
+    has_gradient: bool
+    """False: a constant of the loss."""
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """The actor's objective."""
+
+    loss: str
+    """Name of the policy loss that runs."""
+    spec: LossSpec | None
+    """None: a loss of the user's own, which may look at everything."""
+    bypass: bool
+    """The current policy is corrected in the actor; else the proximal one in the driver."""
+    weights: bool
+    """Importance weights multiply the token losses."""
+    rejects: bool
+    """Tokens with finite log-probs can be rejected."""
+    denominator: Literal["original", "kept"]
+    """What is counted in denominators: response tokens, or kept ones."""
+    aggregation: str
+    """Average of the policy term."""
+    regulariser_aggregation: str
+    """Average of the entropy and KL terms."""
+    entropy_coeff: float
+    """0: entropy is only reported."""
+    kl_loss_coef: float | None
+    """None: no KL term; 0: it is only reported."""
+    statistics_passes: int
+    """Passes without gradient over each mini-batch that come first, for statistics that its loss needs."""
+    operands: tuple[Operand, ...]
+    """Everything that changes the loss of a mini-batch whose log-probs are finite."""
+
+    @property
+    def old_policy(self) -> Literal["proximal", "rollout"]:
+        """The policy behind ``old_log_probs``."""
+        return "rollout" if self.bypass else "proximal"
+
+    @property
+    def aggregations(self) -> set[str]:
+        """Averages of all terms that are in the loss."""
+        has_regulariser = self.entropy_coeff != 0 or bool(self.kl_loss_coef)
+        return {self.aggregation} | ({self.regulariser_aggregation} if has_regulariser else set())
+
+
+@dataclass(frozen=True)
+class ValuePlan:
+    """The critic's objective."""
+
+    aggregation: str
+    operands: tuple[Operand, ...] = (
+        Operand("values", has_gradient=True),
+        Operand("old_values", has_gradient=False),
+        Operand("returns", has_gradient=False),
+        Operand("response_mask", has_gradient=False),
+    )
+    """Everything that changes the loss."""
+
+
+def plan_policy(config: RunConfig) -> PolicyPlan:
+    """The actor's objective under ``config``."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    loss = policy_loss_name(actor, correction)
+    spec = POLICY_LOSSES.get(loss)
+    bypass = correction.bypass_mode
+    own_aggregation = None if spec is None else spec.aggregation
+    plan = PolicyPlan(
+        loss=loss,
+        spec=spec,
+        bypass=bypass,
+        weights=correction.rollout_is is not None and (not bypass or correction.loss_type == "reinforce"),
+        rejects=correction.rejects,
+        denominator=correction.rejection_denominator,
+        aggregation=own_aggregation or actor.loss_agg_mode,
+        regulariser_aggregation=actor.loss_agg_mode,
+        entropy_coeff=actor.entropy_coeff,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+        statistics_passes=int(bypass and needs_statistics_first(correction))
+        + int(covariance_loss_name(actor, correction) is not None),
+        operands=(),
+    )
+    names = dict.fromkeys(_operand_names(plan))
+    operands = tuple(Operand(name, has_gradient=name in ("log_probs", "entropys")) for name in names)
+    return replace(plan, operands=operands)
+
+
+def plan_value(config: RunConfig) -> ValuePlan | None:
+    """The critic's objective under ``config``; None without a critic."""
+    return ValuePlan(str(config.critic.loss_agg_mode)) if config.needs_critic else None
+
+
+def _operand_names(plan: PolicyPlan) -> Iterator[str]:
+    yield "log_probs"
+    if plan.entropy_coeff != 0:
+        yield "entropys"
+    if plan.spec is None or plan.spec.reads_old_log_probs:
+        yield "old_log_probs"
+    if plan.bypass and (plan.weights or plan.rejects):
+        yield "rollout_log_probs"
+    yield "advantages"
+    if plan.weights and not plan.bypass:
+        yield "rollout_is_weights"
+    if plan.kl_loss_coef:
+        yield "ref_log_prob"
+    if not plan.bypass:
+        yield "loss_mask"
+    if plan.bypass or _reads_response_mask(plan):
+        yield "response_mask"
+
+
+def _reads_response_mask(plan: PolicyPlan) -> bool:
+    """Whether tokens that are not in ``loss_mask`` count somewhere: in a denominator, or in the ratio of a whole row."""
+    is_counted = plan.denominator == "original" and plan.aggregations != {"token-sum"}
+    return is_counted or plan.spec is None or plan.spec.ratio == "row"
+
+
+@dataclass(frozen=True)
+class AdvantagePlan:
+    """How advantages come about."""
+
+    estimator: str
+    """Its name; that of the estimator it is another name for."""
+    spec: EstimatorSpec | None
+    """None: a function of the user's own, which may look at everything."""
+    uses_values: bool
+    """The critic's values are subtracted."""
+    excludes_rejected: bool
+    """Rows of which nothing is kept leave the group's baseline."""
+    reward_kl: bool
+    """Advantages carry a KL penalty against the reference policy."""
+    inputs: tuple[str, ...]
+    """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``ScoreDetails`` (and ``scores``) that change the actor's update."""
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether samples of one prompt are compared."""
+        return self.spec is None or self.spec.compares_groups
+
+    def reads(self, option: EstimatorOption) -> bool:
+        """Whether an option of ``algorithm`` changes advantages."""
+        return self.spec is None or option in self.spec.options
+
+
+def plan_advantages(config: RunConfig, policy: PolicyPlan) -> AdvantagePlan:
+    """Advantages under ``config``, and everything the actor's update follows from."""
+    algorithm, spec = config.algorithm, config.algorithm.estimator
+    plan = AdvantagePlan(
+        estimator=algorithm.adv_estimator if spec is None or spec.same_as is None else spec.same_as,
+        spec=spec,
+        uses_values=config.needs_critic if spec is None else "values" in spec.inputs,
+        excludes_rejected=algorithm.rollout_correction.rejected_in_group_baseline == "exclude",
+        reward_kl=algorithm.use_kl_in_reward
+        and algorithm.kl_ctrl.kl_coef != 0
+        and not algorithm.estimator_reads("component_scores"),
+        inputs=(),
+    )
+    return replace(plan, inputs=tuple(dict.fromkeys(_inputs(plan, policy))))
+
+
+def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
+    needed = () if plan.spec is None else plan.spec.inputs
+    yield "response_mask"
+    yield "component_scores" if "component_scores" in needed else "scores"
+    if "reward_baselines" in needed:
+        yield "reward_baselines"
+    if "sum_pi_squared" in needed:
+        yield "sum_pi_squared"
+    corrects = policy.weights or policy.rejects
+    reads_old = policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl or "old_log_probs" in needed
+    if corrects or (policy.bypass and reads_old):
+        yield "rollout_log_probs"
+    if not policy.bypass and (corrects or reads_old):
+        yield "old_log_probs"
+    if plan.compares_groups:
+        yield "group_ids"
+    if plan.uses_values:
+        yield "critic_values"
+    if plan.reward_kl or policy.kl_loss_coef:
+        yield "ref_log_prob"

@@ -1,0 +1,211 @@
+"""Options that a configuration accepts and that change nothing in it, and combinations that are hardly meant."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from verl_rc.config.algorithms import LOSS_OPTIONS
+from verl_rc.config.run import FALLBACKS, RunConfig
+from verl_rc.report.plan.objective import AdvantagePlan, PolicyPlan
+from verl_rc.report.plan.schedule import BatchArithmetic
+
+_ACTOR = "actor_rollout_ref.actor"
+_CORRECTION = "algorithm.rollout_correction"
+_CLIPS = ("clip_ratio_low", "clip_ratio_high")
+_GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
+_K1_KINDS = ("kl", "k1")
+
+Unread = tuple[bool, Sequence[str], str]
+"""Whether some keys are unread, the keys, and the reason."""
+
+
+@dataclass(frozen=True)
+class InertOption:
+    """A key that changes nothing that is trained on."""
+
+    key: str
+    """A leaf, or a whole section as ``section.*``."""
+    reason: str
+    is_changed: bool
+    """It was given another value than its default, so that somebody expects something of it."""
+    metrics_only: bool = False
+    """It changes what is reported."""
+
+
+def inert_options(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> tuple[InertOption, ...]:
+    """Every option without effect under ``config``, with its reason."""
+    found = dict(_unread(config, policy, advantages))
+    unread = [InertOption(key, reason, _is_changed(config, key)) for key, reason in found.items()]
+    reported = [InertOption(key, reason, _is_changed(config, key), metrics_only=True) for key, reason in _metrics_only(config)]
+    return (*unread, *reported)
+
+
+def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[str, ...]:
+    """What is allowed and hardly meant: what it is, and what to do."""
+    return tuple(_warnings(config, policy, sizes))
+
+
+def _unread(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
+    rooms = {
+        f"{_ACTOR}.": _unread_by_the_loss(config, policy, advantages),
+        "algorithm.": _unread_by_advantages(config, advantages),
+        "": _unread_by_roles(config),
+    }
+    for prefix, rows in rooms.items():
+        for is_unread, keys, reason in rows:
+            if is_unread:
+                yield from ((prefix + key, reason) for key in keys)
+
+
+def _unread_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[Unread]:
+    actor, spec = config.actor_rollout_ref.actor, policy.spec
+    own_clips = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
+    yield policy.loss == "reinforce", ("policy_loss.loss_mode",), f"{_CORRECTION}.loss_type=reinforce is the policy loss"
+    if spec is not None:
+        # The loader refuses a required option where it is unread, so that none is left to be listed.
+        unread = sorted(option.key for option in LOSS_OPTIONS if option not in spec.options and not option.is_required)
+        yield True, unread, f"the loss {policy.loss} does not read it"
+        reason = f"the estimator {advantages.estimator} gives no negative advantage"
+        gives_none = advantages.spec is not None and advantages.spec.never_negative
+        yield gives_none, [option.key for option in spec.only_negative], reason
+        yield _CLIPS[0] in unread, ("clip_ratio",), f"the loss {policy.loss} does not read it"
+        yield _CLIPS[0] not in unread and own_clips, ("clip_ratio",), "clip_ratio_low and clip_ratio_high were given"
+    has_own_average = policy.regulariser_aggregation not in policy.aggregations
+    yield has_own_average, ("loss_agg_mode",), f"the loss {policy.loss} has its own average, {policy.aggregation}"
+    uses_factor = "seq-mean-token-sum-norm" in policy.aggregations
+    yield not uses_factor, ("loss_scale_factor",), "it belongs to loss_agg_mode=seq-mean-token-sum-norm"
+    yield policy.kl_loss_coef is None, ("kl_loss_coef", "kl_loss_type"), "use_kl_loss=False"
+    yield not actor.use_dynamic_bsz, ("ppo_max_token_len_per_gpu",), "use_dynamic_bsz=False: micro-batches are filled by rows"
+    yield actor.use_dynamic_bsz, ("ppo_micro_batch_size_per_gpu",), "use_dynamic_bsz=True: micro-batches are filled by tokens"
+    schedule = actor.optim.lr_scheduler_type
+    yield schedule == "constant", ("optim.min_lr_ratio",), "lr_scheduler_type=constant"
+    yield schedule != "cosine", ("optim.num_cycles",), f"lr_scheduler_type={schedule}"
+    yield actor.optim.lr_warmup_steps >= 0, ("optim.lr_warmup_steps_ratio",), "lr_warmup_steps was given"
+
+
+def _unread_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
+    algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
+    yield not advantages.reads("gamma"), ("gamma",), estimator
+    yield not advantages.reads("lam"), ("lam",), estimator
+    yield not advantages.reads("norm_adv_by_std_in_grpo"), ("norm_adv_by_std_in_grpo",), estimator
+    yield not algorithm.use_kl_in_reward, ("kl_penalty", "kl_ctrl.*"), "use_kl_in_reward=False"
+    is_fixed = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed"
+    yield is_fixed, ("kl_ctrl.target_kl", "kl_ctrl.horizon"), "kl_ctrl.type=fixed"
+
+
+def _unread_by_roles(config: RunConfig) -> Iterator[Unread]:
+    has_adapters = config.actor_rollout_ref.model.lora_rank > 0
+    yield not config.needs_critic, ("critic.*",), f"no critic: algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    yield not config.needs_reference, ("actor_rollout_ref.ref.*",), "nothing compares with the reference policy"
+    own = ("actor_rollout_ref.ref.model_path", "actor_rollout_ref.ref.fsdp_config.*")
+    yield config.needs_reference and has_adapters, own, "with LoRA the reference is the actor without its adapters"
+    adapters = tuple(f"actor_rollout_ref.model.{option}" for option in ("lora_alpha", "target_modules", "exclude_modules"))
+    yield not has_adapters, adapters, "lora_rank=0"
+    switches = {
+        "algorithm.filter_groups": config.algorithm.filter_groups.enable,
+        "reward.reward_model": config.reward.reward_model.enable,
+        "reward.reward_kwargs": config.reward.reward_kwargs.overlong_buffer_cfg.enable,
+        "actor_rollout_ref.rollout.multi_turn": config.actor_rollout_ref.rollout.multi_turn.enable,
+    }
+    for section, is_on in switches.items():
+        yield not is_on, (f"{section}.*",), "it is not enabled"
+    of_saving = ("trainer.max_actor_ckpt_to_keep", f"{_ACTOR}.checkpoint.*", "critic.checkpoint.*")
+    yield config.trainer.save_freq <= 0, of_saving, "trainer.save_freq <= 0: nothing is saved"
+    yield config.data.filter_overlong_prompts, ("data.truncation",), "filter_overlong_prompts=True leaves nothing to cut"
+    on_cpu = config.trainer.device == "cpu"
+    gpu_only = tuple(f"actor_rollout_ref.rollout.{option}" for option in _GPU_ONLY)
+    yield on_cpu, gpu_only, "trainer.device=cpu"
+    sections = {_ACTOR: True, "critic": config.needs_critic, "actor_rollout_ref.ref": config.needs_reference}
+    for section in (name for name, is_used in sections.items() if is_used):
+        offloads = (f"{section}.fsdp_config.param_offload", f"{section}.fsdp_config.optimizer_offload")
+        yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
+
+
+def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
+    correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
+    if correction.bypass_mode and correction.loss_type == "ppo_clip":
+        reason = "in bypass mode the clipped ratio is itself current/rollout, so weights are reported and not applied"
+        keys = ("rollout_is",) if correction.rollout_is is None else ("rollout_is", "rollout_is_threshold")
+        yield from ((f"{_CORRECTION}.{key}", reason) for key in keys)
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield f"{_ACTOR}.use_kl_loss", "kl_loss_coef=0: the divergence is reported, for a forward pass of the reference policy"
+        yield f"{_ACTOR}.kl_loss_type", "kl_loss_coef=0"
+    if config.algorithm.estimator_reads("component_scores"):
+        more = ("kl_penalty", "kl_ctrl.kl_coef") if config.algorithm.use_kl_in_reward else ()
+        for key in ("use_kl_in_reward", *more):
+            reason = f"the estimator {config.algorithm.adv_estimator} looks at the parts of the reward, which carry no penalty"
+            yield f"algorithm.{key}", reason
+    elif config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
+        yield "algorithm.use_kl_in_reward", "kl_ctrl.kl_coef=0: the divergence is reported, for a forward pass of the reference"
+        yield "algorithm.kl_penalty", "kl_ctrl.kl_coef=0"
+
+
+def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[str]:
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    estimator = config.algorithm.estimator
+    if sizes.samples == 1 and estimator is not None and estimator.compares_groups:
+        yield (
+            f"actor_rollout_ref.rollout.n=1 gives algorithm.adv_estimator={config.algorithm.adv_estimator} nothing to compare a "
+            "sample with: its advantage is made of its own score, without a baseline, as in verl. Raise rollout.n for advantages "
+            "relative to other samples of the prompt."
+        )
+    if sizes.critic_only_steps and not config.needs_critic:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} leaves the actor alone for {sizes.critic_only_steps} steps, and "
+            "there is no critic to warm up: these steps train nothing. Drop it."
+        )
+    if sizes.total_steps is not None and trainer.critic_warmup > sizes.total_steps:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} is beyond the {sizes.total_steps} steps of the run "
+            "(trainer.total_training_steps): the actor is never updated. Lower it."
+        )
+    if policy.kl_loss_coef and actor.kl_loss_type in _K1_KINDS:
+        yield (
+            f"{_ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient that does not depend on the reference policy and is 0 in "
+            "expectation: it holds nothing back. Pass low_var_kl, k2, or kl+ (its value, with the gradient of the divergence)."
+        )
+    ratio = None if policy.spec is None else policy.spec.ratio
+    if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row"):
+        yield (
+            "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to rounding and no clip "
+            "or gate acts. For more updates per step lower actor_rollout_ref.actor.ppo_mini_batch_size or raise ppo_epochs."
+        )
+    if policy.bypass and policy.weights and sizes.actor.optimizer_steps > 1:
+        yield (
+            f"{sizes.actor.optimizer_steps} updates per step without a clip (loss_type=reinforce): only the weights' threshold "
+            "bounds how far a step goes. A lower rollout_is_threshold, fewer updates, or loss_type=ppo_clip hold it back."
+        )
+
+
+def _is_changed(config: RunConfig, key: str) -> bool:
+    """Whether a leaf, or any leaf of ``section.*``, differs from its default, or from the key that it follows."""
+    if key.endswith(".*"):
+        section = key.removesuffix(".*")
+        return any(_is_changed(config, f"{section}.{leaf}") for leaf in _leaves(_value(config, section)))
+    default = _default(config, key)
+    followed = [source for follower, source in FALLBACKS if follower == key]
+    value = _value(config, key)
+    return value != default and not any(value == _value(config, source) for source in followed)
+
+
+def _leaves(section: object, prefix: str = "") -> Iterator[str]:
+    assert isinstance(section, BaseModel)
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _value(config: RunConfig, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    return value
+
+
+def _default(config: RunConfig, key: str) -> object:
+    owner, _, leaf = key.rpartition(".")
+    return type(_value(config, owner)).model_fields[leaf].get_default(call_default_factory=True)  # type: ignore[attr-defined]

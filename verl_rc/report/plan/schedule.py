@@ -1,0 +1,163 @@
+"""What happens in a step, how often, and on how many rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl_rc.config.run import RunConfig
+from verl_rc.data.microbatch import MicroBatchLimit
+from verl_rc.ppo.choices import actor_limit, critic_limit
+from verl_rc.report.plan.objective import PolicyPlan
+
+
+@dataclass(frozen=True)
+class UpdateArithmetic:
+    """How one role cuts a train batch into optimizer steps; sizes are those of the whole mini-batch, over all ranks."""
+
+    mini_batch_prompts: int
+    mini_batch_rows: int
+    mini_batches_per_epoch: int
+    epochs: int
+    ranks: int
+    max_tokens: int | None
+    """Tokens of a micro-batch on one rank; None: limited by rows."""
+    max_rows: int | None
+    """Rows of a micro-batch on one rank; None: limited by tokens."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Per training step."""
+        return self.mini_batches_per_epoch * self.epochs
+
+    @property
+    def rows_per_rank(self) -> tuple[int, int]:
+        """Rows of a mini-batch that a rank gets on average, rounded down and up; shares are balanced by tokens, not by rows."""
+        return self.mini_batch_rows // self.ranks, -(-self.mini_batch_rows // self.ranks)
+
+    def fewest_rows_per_micro_batch(self, longest: int) -> int:
+        """Rows that fit into a micro-batch when all of them have ``longest`` tokens."""
+        return self.max_rows or max(1, (self.max_tokens or longest) // longest)
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """From prompts to optimizer steps."""
+
+    prompts: int
+    """Per training step."""
+    samples: int
+    """Per prompt."""
+    ranks: int
+    """Trainer ranks."""
+    engines: int
+    longest_prompt: int
+    """Tokens."""
+    longest_response: int
+    """Tokens."""
+    total_steps: int | None
+    """Training steps asked for; None: as many as the epochs have."""
+    epochs: int
+    """Passes over the prompts, at most."""
+    critic_only_steps: int
+    """Steps in which the actor is not updated."""
+    actor: UpdateArithmetic
+    critic: UpdateArithmetic | None
+
+    @property
+    def rows(self) -> int:
+        """Per training step."""
+        return self.prompts * self.samples
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens."""
+        return self.longest_prompt + self.longest_response
+
+    @property
+    def rows_per_engine(self) -> int:
+        """The largest share of an engine."""
+        return -(-self.rows // self.engines)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stage of the step, under the name that ``timing_s/*`` uses."""
+
+    name: str
+    role: str
+    """Who computes: driver, engines, actor, critic or reference."""
+    forward_rows: int = 0
+    """Rows of a forward pass without gradient, per training step."""
+    trained_rows: int = 0
+    """Rows of a forward and backward pass, per training step; a row counts once for every epoch."""
+    every: str = ""
+    """When it runs, where that is not every step."""
+
+
+def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
+    """Sizes and counts under ``config``."""
+    actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
+    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+
+    def arithmetic(mini: int, epochs: int, limit: MicroBatchLimit) -> UpdateArithmetic:
+        return UpdateArithmetic(mini, mini * samples, prompts // mini, epochs, config.num_ranks, limit.max_tokens, limit.max_rows)
+
+    warmup = max(trainer.critic_warmup - 1, 0)
+    return BatchArithmetic(
+        prompts=prompts,
+        samples=samples,
+        ranks=config.num_ranks,
+        engines=config.num_engines,
+        longest_prompt=config.data.max_prompt_length,
+        longest_response=config.data.max_response_length,
+        total_steps=trainer.total_training_steps,
+        epochs=trainer.total_epochs,
+        critic_only_steps=warmup if trainer.total_training_steps is None else min(warmup, trainer.total_training_steps),
+        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(config)),
+        critic=arithmetic(critic.ppo_mini_batch_size or 1, critic.ppo_epochs or 1, critic_limit(config))
+        if config.needs_critic
+        else None,
+    )
+
+
+def plan_phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[Phase, ...]:
+    """The stages of a training step in their order."""
+    return tuple(_phases(config, policy, sizes))
+
+
+def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> Iterator[Phase]:
+    trainer, rows = config.trainer, sizes.rows
+    resampled = config.algorithm.filter_groups.enable
+    yield Phase("gen", "engines", every="and reward, until enough prompts have samples that differ" if resampled else "")
+    if config.algorithm.estimator_reads("reward_baselines"):
+        yield Phase("gen_max", "engines", every="one greedy response for each prompt")
+    yield Phase("reward", "driver")
+    if not policy.bypass:
+        yield Phase("old_log_prob", "actor", forward_rows=rows)
+    if config.needs_reference:
+        role = "reference" if config.has_reference_model else "actor without its adapters"
+        yield Phase("ref", role, forward_rows=rows)
+    if sizes.critic is not None:
+        yield Phase("values", "critic", forward_rows=rows)
+    yield Phase("adv", "driver")
+    if sizes.critic is not None:
+        yield Phase("update_critic", "critic", trained_rows=rows * sizes.critic.epochs)
+    trained = rows * sizes.actor.epochs
+    from_step = f"from step {trainer.critic_warmup}" if sizes.critic_only_steps else ""
+    if policy.statistics_passes:
+        yield Phase("correction_statistics", "actor", forward_rows=trained * policy.statistics_passes, every=from_step)
+    yield Phase("update_actor", "actor", trained_rows=trained, every=from_step)
+    yield Phase("update_weights", "actor and engines")
+    canary_freq = config.actor_rollout_ref.rollout.sync_proof.canary_freq
+    yield Phase("sync_canary", "engines and actor", every=_every(canary_freq, "the start"))
+    if trainer.test_freq > 0:
+        yield Phase("testing", "engines", every=_every(trainer.test_freq, "the last"))
+    if trainer.rollout_data_dir is not None:
+        yield Phase("dump_rollout_generations", "driver")
+    if trainer.save_freq > 0:
+        yield Phase("save_checkpoint", "actor and driver" if sizes.critic is None else "actor, critic and driver",
+                    every=_every(trainer.save_freq, "the last"))  # fmt: skip
+
+
+def _every(frequency: int, besides: str) -> str:
+    """When something happens that has a frequency in steps; 0: only ``besides``."""
+    return f"every {frequency} steps, and {besides}" if frequency > 0 else besides
