@@ -96,7 +96,7 @@ def _explain(given: argparse.Namespace) -> int:
     if _asks_for_help(given.arguments):
         return _show_usage("explain", given.arguments)
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
-    from verl_rc.report.explain import plan_text  # noqa: PLC0415  (torch)
+    from verl_rc.report.explain import plan_text  # noqa: PLC0415  (as above)
 
     try:
         config = load_run_config(_with_recipe(given.arguments))

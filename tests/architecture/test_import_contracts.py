@@ -21,6 +21,7 @@ FAULTS = {
     "wandb": ("metrics/record.py", "import wandb"),
     "hydra": ("main_ppo.py", "from omegaconf import OmegaConf"),
     "config-light": ("config/__init__.py", "from torch import Tensor"),
+    "plan-light": ("ppo/plan.py", "import torch"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
 
@@ -48,6 +49,9 @@ def skeleton(tmp_path):
         "weight_sync/sender.py": "from verl_rc.weight_sync import manifest",
         "weight_sync/receiver.py": "import vllm",
         "metrics/record.py": "import verl_rc.config",
+        "ppo/plan.py": "",
+        "ppo/objective.py": "import torch",
+        "report/explain.py": "from verl_rc.ppo import plan",
         "metrics/sinks.py": "import wandb",
         "config/load.py": "import hydra, omegaconf",
         "cluster/placement.py": "import ray",

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from small_checkpoints import STEP, write_checkpoint, write_tiny_model
 from small_models import small_run_config
 from small_runs import ROOT
+from sound_run import sound_run
 
 from verl_rc.cli import main
 
@@ -31,14 +32,27 @@ def command(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]"
     return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+def imported_by(result: "subprocess.CompletedProcess[str]") -> set[str]:
+    return {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
+
+
 @pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0), (["export", "--help"], 0)])
 def test_help_loads_nothing_heavy(arguments: list[str], status: int, tmp_path: Path) -> None:
     result = command(*arguments, folder=tmp_path)
     assert result.returncode == status
     assert "export" in result.stdout + result.stderr
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
+    imported = imported_by(result)
     assert "argparse" in imported
     assert not imported & {"torch", "transformers", "numpy", "pydantic", "ray", "vllm"}
+
+
+def test_explain_loads_no_torch(tmp_path: Path) -> None:
+    result = command("explain", *sound_run(), folder=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.startswith("Objective")
+    imported = imported_by(result)
+    assert "hydra" in imported
+    assert not imported & {"torch", "tensordict", "transformers", "numpy", "ray", "vllm"}
 
 
 def test_export_says_what_it_wrote(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

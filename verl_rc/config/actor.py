@@ -13,6 +13,9 @@ KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+
 """Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""
 
 
+CovarianceLoss = Literal["clip_cov", "kl_cov"]
+"""Policy losses that look at the covariances of a whole mini-batch."""
+
 POLICY_LOSSES = (
     "vanilla", "gspo", "gpg", "cispo", "geo_mean", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro",
 )  # fmt: skip

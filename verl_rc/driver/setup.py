@@ -36,9 +36,9 @@ from verl_rc.driver.run import Progress, Run
 from verl_rc.driver.scoring import open_scorer
 from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import FormerLife, open_tracker
+from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.nonfinite_updates import NonFiniteUpdateGuard
-from verl_rc.ppo.objective import policy_loss_name
 from verl_rc.ppo.reward_watch import RewardWatch
 from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.report.explain import plan_text, write_plan

@@ -2,7 +2,6 @@
 
 from verl_rc.losses.aggregate import AGGREGATION_MODES, Aggregation, AggregationMode, aggregate_loss
 from verl_rc.losses.covariance import (
-    CovarianceLoss,
     covariance_means,
     selection_scores,
     selection_size,
@@ -30,7 +29,6 @@ __all__ = [
     "AGGREGATION_MODES",
     "Aggregation",
     "AggregationMode",
-    "CovarianceLoss",
     "CovarianceStatistics",
     "ExplainedVariance",
     "LossMetric",

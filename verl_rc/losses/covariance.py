@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from verl_rc.config.actor import CovarianceLoss
 from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs
 from verl_rc.losses.loss_metric import LossMetric
-
-CovarianceLoss: TypeAlias = Literal["clip_cov", "kl_cov"]
 
 _HASH_RANGE = 1 << 24
 

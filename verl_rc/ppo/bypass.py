@@ -57,11 +57,6 @@ def correct_current(
     return corrected
 
 
-def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
-    """Whether a loss depends on the whole mini-batch: on its mean weight, or on how many tokens are kept of it."""
-    return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"
-
-
 def kept_counts(statistics: CorrectionStatistics) -> MiniBatchCounts:
     """Tokens that are kept, and rows with at least one such token, of the rows measured."""
     sums = statistics.numbers().sums

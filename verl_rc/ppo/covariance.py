@@ -5,11 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from verl_rc.config.actor import ActorConfig
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.actor import ActorConfig, CovarianceLoss
 from verl_rc.data.batches import TrainBatch
 from verl_rc.losses import (
-    CovarianceLoss,
     CovarianceStatistics,
     PolicyLossInputs,
     PolicyLossParameters,
@@ -19,18 +17,11 @@ from verl_rc.losses import (
     selection_size,
     selection_threshold,
 )
-from verl_rc.ppo.objective import policy_loss_name
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds a tensor up over the ranks that share a mini-batch."""
 GatherOverRanks = Callable[[Tensor], Tensor]
 """Puts a vector of every rank behind those of the ranks before it."""
-
-
-def covariance_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> CovarianceLoss | None:
-    """The policy loss that runs, if it is one of the two."""
-    name = policy_loss_name(config, correction)
-    return "clip_cov" if name == "clip_cov" else "kl_cov" if name == "kl_cov" else None
 
 
 def covariance_inputs(batch: TrainBatch, log_probs: Tensor, config: ActorConfig) -> PolicyLossInputs:

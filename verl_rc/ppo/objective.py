@@ -19,6 +19,7 @@ from verl_rc.losses import (
     compute_value_loss,
     token_metric,
 )
+from verl_rc.ppo.choices import policy_loss_name
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,6 @@ def policy_objective(
         averages |= divergence_metrics
     terms["actor/loss"] = loss.detach()
     return Objective(loss, terms, averages)
-
-
-def policy_loss_name(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:
-    """The policy loss that runs: ``reinforce`` when bypass mode asks for it, else ``policy_loss.loss_mode``."""
-    return "reinforce" if correction.loss_type == "reinforce" else config.policy_loss.loss_mode
 
 
 def value_objective(values: Tensor, batch: CriticBatch, config: CriticConfig, totals: Aggregation) -> Objective:

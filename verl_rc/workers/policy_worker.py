@@ -14,7 +14,8 @@ from verl_rc.distributed.collectives import all_gather_vector, all_reduce_sum
 from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
-from verl_rc.ppo.covariance import covariance_inputs, covariance_loss_name, covariance_statistics
+from verl_rc.ppo.choices import covariance_loss_name
+from verl_rc.ppo.covariance import covariance_inputs, covariance_statistics
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, policy_objective
 from verl_rc.weight_sync.manifest import Manifest

@@ -11,7 +11,8 @@ from small_models import make_train_batch, small_run_config
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import TokenScores
 from verl_rc.losses import Aggregation
-from verl_rc.ppo.bypass import correct_current, kept_counts, measure_current, needs_statistics_first
+from verl_rc.ppo.bypass import correct_current, kept_counts, measure_current
+from verl_rc.ppo.choices import needs_statistics_first
 from verl_rc.ppo.objective import policy_objective
 
 

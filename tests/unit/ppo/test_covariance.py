@@ -8,11 +8,12 @@ import torch
 from small_models import make_train_batch
 from torch import Tensor
 
-from verl_rc.config.actor import ActorConfig
+from verl_rc.config.actor import ActorConfig, CovarianceLoss
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import TokenScores, TrainBatch
-from verl_rc.losses import Aggregation, CovarianceLoss, CovarianceStatistics, PolicyLossInputs
-from verl_rc.ppo.covariance import covariance_inputs, covariance_loss_name, covariance_statistics
+from verl_rc.losses import Aggregation, CovarianceStatistics, PolicyLossInputs
+from verl_rc.ppo.choices import covariance_loss_name
+from verl_rc.ppo.covariance import covariance_inputs, covariance_statistics
 from verl_rc.ppo.objective import policy_objective
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
@@ -123,11 +124,3 @@ def test_two_ranks_know_what_one_does(fields: Mapping[str, object]) -> None:
     for found in over_two_ranks(name, shares):
         for one, other in zip(vars(found).values(), vars(whole).values(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-
-
-def test_only_these_two_losses_need_them() -> None:
-    decoupled = RolloutCorrectionConfig()
-    assert covariance_loss_name(actor({}), decoupled) is None
-    assert covariance_loss_name(actor(KL_COV), decoupled) == "kl_cov"
-    reinforce = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce")
-    assert covariance_loss_name(actor(KL_COV), reinforce) is None

@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from verl_rc.config.run import RunConfig
-from verl_rc.ppo.bypass import needs_statistics_first
-from verl_rc.ppo.covariance import covariance_loss_name
-from verl_rc.ppo.objective import policy_loss_name
+from verl_rc.ppo.choices import covariance_loss_name, needs_statistics_first, policy_loss_name
 
 RatioKind = Literal["token", "row", "penalty", "none"]
 """Where a loss reads the old policy: a ratio of each token, one of each row, only a penalty, or nowhere."""
