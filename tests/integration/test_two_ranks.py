@@ -104,9 +104,9 @@ def gradients(folder: Path, world_size: int) -> Gradients:
     ]
     for process in ranks:
         process.start()
-    found = results.get(timeout=240)
+    found = results.get(timeout=900)
     for process in ranks:
-        process.join(timeout=30)
+        process.join(timeout=120)
         assert process.exitcode == 0
     return {key: torch.from_numpy(gradient) for key, gradient in found.items()}
 
