@@ -309,7 +309,7 @@ def test_the_resolved_configuration_loads_back(tmp_path: Path) -> None:
 )
 def test_the_process_exits_with_2_and_one_message(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "verl_rc.main_ppo", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr

@@ -36,7 +36,7 @@ def written(folder, run_id):
     """All records of a run that was closed, once W&B's own process has written the last one."""
     (run_folder,) = (folder / "wandb").glob("offline-run-*")
     assert run_folder.name.endswith(run_id)
-    for _ in range(200):
+    for _ in range(1200):
         records = list(records_of(run_folder / f"run-{run_id}.wandb"))
         if records and records[-1].WhichOneof("record_type") == "exit":
             return records
