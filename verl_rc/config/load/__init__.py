@@ -6,10 +6,9 @@ and decides.
 
 import re
 import sys
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar
 
 import hydra
 import yaml
@@ -21,16 +20,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
 
 from verl_rc.config.base import StrictModel
 from verl_rc.config.checks import check_files, check_run
 from verl_rc.config.errors import ConfigError, shortened
+from verl_rc.config.load.problems import in_sentences, refuse_huge
 from verl_rc.config.migration import legacy_translation
 from verl_rc.config.nearest import nearest_key
 from verl_rc.config.refused import REFUSALS
 from verl_rc.config.rollout_correction import preset_fields
-from verl_rc.config.run import FALLBACKS, RunConfig
+from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import defaults, has_key, known_keys, leads_to_leaf
 from verl_rc.config.secrets import public_values
 from verl_rc.config.verl_keys import Settled, is_verl_key, refused_for, settle
 
@@ -38,7 +38,6 @@ Schema = TypeVar("Schema", bound=StrictModel)
 
 CORRECTION = "algorithm.rollout_correction"
 _TEXT_KEYS = tuple(f"{CORRECTION}.{leaf}" for leaf in ("preset", "rollout_rs", "rollout_rs_threshold", "rollout_is_threshold"))
-_INTEGER_BITS = 63
 _EMPTY = "verl_rc_empty"
 _VERL_TRAINER = "ppo_trainer"
 _VERL_TRAINERS = {
@@ -72,13 +71,12 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     given = _compose(schema, options, prepared)
     settled = settle(given) if schema is RunConfig else Settled(given, [])
     _refuse_unknown(schema, settled.tree)
-    _refuse_huge(settled.tree)
+    refuse_huge(settled.tree)
     _apply_preset(settled.tree)
     try:
         config = schema.model_validate(settled.tree)
     except ValidationError as error:
-        own = [item for item in error.errors() if not _follows_another(item, settled.tree)]
-        raise ConfigError("\n".join(_explain(schema, item) for item in own or error.errors())) from error
+        raise ConfigError(in_sentences(schema, error, settled.tree)) from error
     if isinstance(config, RunConfig):
         settled.check(config)
     return config
@@ -143,28 +141,6 @@ def save_resolved_config(config: StrictModel, folder: Path) -> Path:
     return path
 
 
-def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every leaf of a schema, in dotted form."""
-    for name, field in schema.model_fields.items():
-        section = _section_of(field.annotation)
-        if section is None:
-            yield prefix + name
-        else:
-            yield from known_keys(section, f"{prefix}{name}.")
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return None
-
-
-def _is_free_mapping(annotation: Any) -> bool:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return any(_is_free_mapping(part) for part in get_args(annotation))
-    return annotation is dict or get_origin(annotation) is dict
-
-
 def _split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     short = {"-cn": "config-name", "-cd": "config-dir", "-cp": "config-dir", "--config-path": "config-dir"}
     options, overrides = {}, []
@@ -204,22 +180,10 @@ def _prepare_override(schema: type[BaseModel], override: str) -> str:
 
 
 def _check_key(schema: type[BaseModel], key: str) -> None:
-    if schema is RunConfig and is_verl_key(key):
+    if schema is RunConfig and (is_verl_key(key) or key.startswith(f"{CORRECTION}.preset")):
         return
-    section: type[BaseModel] | None = schema
-    parts = key.split(".")
-    for index, part in enumerate(parts):
-        assert section is not None
-        field = section.model_fields.get(part)
-        if field is None:
-            if key.startswith(f"{CORRECTION}.preset") and schema is RunConfig:
-                return
-            raise ConfigError(_unknown(schema, key))
-        if _is_free_mapping(field.annotation):
-            return
-        section = _section_of(field.annotation)
-        if section is None and index < len(parts) - 1:
-            raise ConfigError(_unknown(schema, key))
+    if not has_key(schema, key):
+        raise ConfigError(_unknown(schema, key))
 
 
 def _unknown(schema: type[BaseModel], key: str) -> str:
@@ -235,7 +199,7 @@ def _compose(schema: type[BaseModel], options: Mapping[str, str], overrides: lis
         assert isinstance(given, dict)
         if "${" not in str(given):
             return {str(key): value for key, value in given.items()}
-        resolved = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(_defaults(schema)), composed), resolve=True)
+        resolved = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults(schema)), composed), resolve=True)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError, ValueError) as error:
@@ -313,17 +277,6 @@ def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[s
     }
 
 
-def _defaults(schema: type[BaseModel]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, field in schema.model_fields.items():
-        section = _section_of(field.annotation)
-        if section is not None:
-            tree[name] = _defaults(section)
-        elif field.default is not PydanticUndefined:
-            tree[name] = field.default
-    return tree
-
-
 def _refuse_unquoted_thresholds(folder: Path) -> None:
     """YAML reads 0.5_5 as the number 0.55; refuse it wherever it stands without quotes."""
     for path in sorted(folder.rglob("*.y*ml")):
@@ -341,39 +294,8 @@ def _refuse_unknown(schema: type[BaseModel], given: Mapping[str, Any], prefix: s
     for name, value in given.items():
         key = f"{prefix}{name}"
         _check_key(schema, key)
-        if isinstance(value, Mapping) and not _leads_to_free_mapping(schema, key):
+        if isinstance(value, Mapping) and not leads_to_leaf(schema, key):
             _refuse_unknown(schema, value, f"{key}.")
-
-
-def _refuse_huge(given: Mapping[str, Any], prefix: str = "") -> None:
-    """Nothing that is counted here needs more than 64 bits, and what reads it may take no more."""
-    for name, value in given.items():
-        if isinstance(value, Mapping):
-            _refuse_huge(value, f"{prefix}{name}.")
-        elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
-            raise ConfigError(
-                f"{prefix}{name} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; lower it."
-            )
-
-
-def _leads_to_free_mapping(schema: type[BaseModel], key: str) -> bool:
-    section: type[BaseModel] | None = schema
-    for part in key.split("."):
-        if section is None or part not in section.model_fields:
-            return True
-        annotation = section.model_fields[part].annotation
-        section = _section_of(annotation)
-    return section is None
-
-
-def _needed_below(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The leaves that have no default at or below a key that nobody gave."""
-    section: type[BaseModel] | None = schema
-    for part in path:
-        section = _section_of(section.model_fields[part].annotation) if section and part in section.model_fields else None
-    fields = {} if section is None else section.model_fields
-    below = [leaf for name, field in fields.items() if field.is_required() for leaf in _needed_below(schema, [*path, name])]
-    return below or [".".join(path)]
 
 
 def _apply_preset(given: dict[str, Any]) -> None:
@@ -391,46 +313,3 @@ def _apply_preset(given: dict[str, Any]) -> None:
         raise ConfigError(f"{CORRECTION}.preset: {error}") from error
     for leaf, value in fields.items():
         section.setdefault(leaf, value)
-
-
-def _explain(schema: type[BaseModel], item: Any) -> str:
-    """One finding of the schema: the key, what must hold, what was given, and what to write."""
-    path = [str(part) for part in item["loc"]]
-    key, given, message = ".".join(path), item["input"], str(item["msg"])
-    if item["type"] == "missing":
-        needed = _needed_below(schema, path)
-        return f"{' and '.join(needed)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in needed)}."
-    if item["type"] == "int_parsing_size":
-        message = f"Input should be a whole number of at most {_INTEGER_BITS} bits"
-    if message.startswith("Value error, ") or not message.startswith("Input should be "):
-        message = message.removeprefix("Value error, ")
-        shown = "" if isinstance(given, Mapping) or "got " in message else f"; got {shortened(repr(given))}"
-        return f"{key + ': ' if key and key not in message else ''}{message}{shown}."
-    if item["type"] == "model_type":
-        return f"{key} must be a section; got {shortened(repr(given))}: write its keys one by one, {key}.<name>=<value>."
-    must_be = re.sub(r", (unable|got) .*", "", message.removeprefix("Input should be "))
-    default = _default_at(schema, path)
-    instead = f"write {key}=<{must_be}>" if default is None else f"write that, or drop it for {default!r}"
-    return f"{key} must be {must_be}; got {shortened(repr(given))}: {instead}."
-
-
-def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:
-    """Whether a finding is about a key that nobody gave, which has its wrong value from the key that it follows."""
-    key = ".".join(str(part) for part in item["loc"])
-    value: Any = given
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value is None and key in dict(FALLBACKS)
-
-
-def _default_at(schema: type[BaseModel], path: Sequence[str]) -> Any:
-    """The default of the leaf that ``path`` leads to, or of the list around it; None where there is none."""
-    section: type[BaseModel] | None = schema
-    for part in path:
-        field = None if section is None else section.model_fields.get(part)
-        if field is None:
-            return None
-        section = _section_of(field.annotation)
-        if section is None:
-            return None if field.default is PydanticUndefined else field.default
-    return None
