@@ -28,7 +28,7 @@ from verl_rc.config.rollout_correction import PRESETS
 CONFIGS = Path(__file__).parents[2] / "configs"
 """The groups that are installed with the package."""
 
-_PPO, _EMPTY = "ppo_trainer", "verl_rc_empty"
+_PPO, _EMPTY, _WITH_GROUPS = "ppo_trainer", "verl_rc_empty", "verl_rc_run_file"
 _VERL_TRAINERS = {
     f"ppo_{name}_trainer": f"{name} is not supported; drop --config-name for FSDP"
     for name in ("megatron", "veomni", "torchtitan", "automodel")
@@ -75,8 +75,17 @@ class Composer:
             if times > 1:
                 given = " and ".join(override for override in overrides if _key_of(override) == group)
                 raise ConfigError(f"the group {group} must be given once, got {given}; drop one, or set single keys over it.")
-        listed = self.loader.compute_defaults_list(self.primary, [], RunMode.RUN).overrides.known_choices
+        listed = self._listed_groups()
+        if self._has_groups and "task" not in listed:
+            # The run file has no place for the groups: put them over it, because the command line wins over files.
+            ConfigStore.instance().store(name=_WITH_GROUPS, node={"defaults": [self.primary, _PPO, "_self_"]})
+            self.primary = _WITH_GROUPS
+            listed = self._listed_groups()
         return [self._prepare_group(override, listed) for override in OverridesParser.create().parse_overrides([*overrides])]
+
+    def _listed_groups(self) -> Container[str]:
+        """The groups for which the defaults list has a place."""
+        return self.loader.compute_defaults_list(self.primary, [], RunMode.RUN).overrides.known_choices
 
     def _prepare_group(self, override: Override, listed: Container[str]) -> str:
         key, text = _key_of(str(override.input_line)), str(override.input_line).lstrip("+")

@@ -79,6 +79,14 @@ def test_groups_and_run_files_of_the_users(folder: Path) -> None:
     assert composed("hardware=mine", options=options[:2])["trainer"] == {"device": "cpu", "nnodes": 1}
 
 
+def test_groups_of_the_command_line_win_over_a_run_file(folder: Path) -> None:
+    (folder / "plain.yaml").write_text("trainer: {seed: 5, test_freq: 1}\n")
+    options = ("--config-dir", str(folder), "--config-name=plain")
+    trainer = composed("task=digits", "hardware=cpu", "model=null", options=options)["trainer"]
+    assert (trainer["seed"], trainer["test_freq"], trainer["save_freq"], trainer["nnodes"]) == (5, 20, 120, 77)  # type: ignore[index]
+    assert composed(options=options) == {"trainer": {"seed": 5, "test_freq": 1}}
+
+
 def test_the_folder_that_wins_where_both_have_a_file(folder: Path) -> None:
     def nodes(option: str) -> object:
         return composed("hardware=cpu", options=(option, str(folder)))["trainer"]["nnodes"]  # type: ignore[index]
