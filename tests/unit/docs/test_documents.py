@@ -11,10 +11,13 @@ import pytest
 from recipe_arguments import RECIPES, ROOT, arguments_of
 
 from verl_rc import cli
-from verl_rc.config.load import known_keys, load_run_config
+from verl_rc.config.load import load_run_config
+from verl_rc.config.load.arguments import parse
+from verl_rc.config.load.compose import Composer
 from verl_rc.config.migration import is_correction_key
 from verl_rc.config.rollout_correction import PRESETS
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import known_keys
 from verl_rc.config.sft import SftConfig
 from verl_rc.config.verl_keys import is_verl_key
 from verl_rc.metrics.catalog import CATALOG
@@ -36,6 +39,9 @@ _FREE = ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "ray_kwargs.ray_init.r
 _OTHER_PROGRAMS = {"source", "docker", "sudo", "wandb", "uv", "ray", "cd", "export", "hf", "grep"}
 
 _KNOWN = set(known_keys(RunConfig)) | {"algorithm.rollout_correction.preset"}
+_COMPOSER = Composer(parse([]), has_groups=True)
+_CHOICES = {f"{group}={name}" for group in _COMPOSER.groups() for name in _COMPOSER.loader.get_group_options(group)}
+"""Choices of configuration groups, as they are typed."""
 _KNOWN_SFT = set(known_keys(SftConfig))
 
 
@@ -125,8 +131,16 @@ def _mistake_in_python(arguments):
 
 
 def _mistake_in_overrides(overrides, known):
-    wrong = [word for word in overrides if not word.startswith("-") and not is_key(word.split("=")[0].lstrip("+"), known)]
+    choices = _CHOICES if known is _KNOWN else set()
+    keys = [word for word in overrides if not word.startswith("-") and not set(_runs_of_a_sweep(word)) <= choices]
+    wrong = [word for word in keys if not is_key(word.split("=")[0].lstrip("+"), known)]
     return f"{wrong[0]} is no override" if wrong else None
+
+
+def _runs_of_a_sweep(word):
+    """``group=a,b`` as ``group=a`` and ``group=b``."""
+    group, _, values = word.partition("=")
+    return [f"{group}={value}" for value in values.split(",")]
 
 
 def _mistake_in_subcommand(arguments):
@@ -190,7 +204,7 @@ def test_every_recipe_is_in_the_table_with_its_preset():
     table = (ROOT / "docs" / "recipes.md").read_text().splitlines()
     for recipe in RECIPES:
         (row,) = [line for line in table if f"](../recipes/{recipe.name})" in line]
-        presets = re.findall(r"preset=(\w+)", "\n".join(arguments_of(recipe)))
+        presets = re.findall(r"^correction=(\w+)", "\n".join(arguments_of(recipe)), re.MULTILINE)
         correction = row.rstrip("| ").rsplit("|", 1)[1]
         named = _SPAN.findall(correction)
         assert named == presets[-1:] or (not named and "rules" in correction), row
@@ -244,6 +258,9 @@ def test_a_preset_that_does_not_exist_is_found():
         ("bash scripts/cluster/submit.sh recipes/ghost", "does not exist"),
         ("python -m verl_rc.ghost", "does not exist"),
         ("python -m verl_rc.main_ppo trainer.ghost=1", "no override"),
+        ("python -m verl_rc.main_ppo task=digits --cfg=job hardware=1gpu,8gpu", None),
+        ("python -m verl_rc.main_ppo task=ghost", "task=ghost is no override"),
+        ("python -m verl_rc.main_sft task=digits", "task=digits is no override"),
         ("python -m verl_rc.main_sft data.ghost=1", "no override"),
         ("python scripts/prepare_data/math_dataset.py --ghost x", "has no option --ghost"),
         ("verl-rc ghost", "would refuse"),
