@@ -7,6 +7,7 @@ from typing import Any
 
 import wandb
 
+from verl_rc.config.writable import why_unwritable
 from verl_rc.metrics.sinks.protocol import Cell
 from verl_rc.metrics.sinks.tags import run_tags
 
@@ -27,6 +28,7 @@ class WandbSink:
     ) -> None:
         """``resume_id``: the ``run_id`` of the run that is continued; None starts a new one."""
         run_dir.mkdir(parents=True, exist_ok=True)
+        find_cache_folder(run_dir)
         self._run = wandb.init(
             project=project_name,
             name=experiment_name,
@@ -80,6 +82,12 @@ def join_bins(edges: Sequence[float], counts: Sequence[float], max_bins: int) ->
     width = -(-len(counts) // max_bins)
     starts = range(0, len(counts), width)
     return [edges[i] for i in starts] + [edges[-1]], [sum(counts[i : i + width]) for i in starts]
+
+
+def find_cache_folder(run_dir: Path) -> None:
+    """Where its own cache folder cannot be written to, W&B fills the console with errors: the run's folder holds it then."""
+    if why_unwritable(wandb.env.get_cache_dir()) is not None:
+        os.environ[wandb.env.CACHE_DIR] = str(run_dir / "wandb" / "cache")
 
 
 def _mode() -> Any:

@@ -1,13 +1,15 @@
 """W&B, offline: a real run in a temporary folder, read back record by record, and the choice between online and offline."""
 
 import json
+import os
 import struct
 import time
+from pathlib import Path
 
 import pytest
 
 from verl_rc.metrics.sinks import FormerLife, open_tracker
-from verl_rc.metrics.sinks.wandb_sink import join_bins
+from verl_rc.metrics.sinks.wandb_sink import find_cache_folder, join_bins
 
 wandb = pytest.importorskip("wandb")
 
@@ -123,3 +125,13 @@ def test_joining_bins_keeps_the_counts_and_the_ends():
     edges, counts = join_bins([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1, 2, 3, 4, 5], max_bins=2)
     assert (edges, counts) == ([0.0, 3.0, 5.0], [6, 9])
     assert join_bins([0.0, 1.0], [7], max_bins=512) == ([0.0, 1.0], [7])
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_an_unwritable_cache_folder_is_replaced_by_one_in_the_run(tmp_path, monkeypatch, usable):
+    (tmp_path / "file").touch()
+    given = str(tmp_path / ("cache" if usable else "file/cache"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", given)
+    find_cache_folder(tmp_path / "run")
+    assert os.environ["WANDB_CACHE_DIR"] == (given if usable else str(tmp_path / "run" / "wandb" / "cache"))
+    assert wandb.env.get_cache_dir() == Path(os.environ["WANDB_CACHE_DIR"])
