@@ -6,15 +6,19 @@ from pathlib import Path
 
 _PACKAGE_ROOT = Path(__file__).absolute().parents[2]
 
-# Ray 2.60 would otherwise write a token file into the home folder, phone home, hide GPUs from actors that reserve none, start
-# its workers at nice 15 (beside one busy program they would get 3 % of its core), and give up after 30 s (workers: 60 s) on a
-# machine that is busy.
+# Ray 2.60 would otherwise write a token file into the home folder, phone home, and hide GPUs from actors that
+# reserve none.
 _RAY = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_open_telemetry": "0",
     "RAY_DEDUP_LOGS": "0",
+}
+
+# A Ray that is started here would otherwise give its workers nice 15, with which they get 3 % of a core beside one busy
+# program, and wait no longer than 30 s for its servers and 60 s for a worker, which a busy machine may take.
+_LOCAL_RAY = {
     "RAY_worker_niceness": "0",
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_raylet_start_wait_time_s": "120",
@@ -38,7 +42,7 @@ _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 def prepare_driver() -> None:
     """Set what must be there before ``import ray``; the user's own values win."""
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    for name, value in {**_RAY, **quiet, **_SLEEP_WHILE_WAITING}.items():
+    for name, value in {**_RAY, **_LOCAL_RAY, **quiet, **_SLEEP_WHILE_WAITING}.items():
         os.environ.setdefault(name, value)
 
 
