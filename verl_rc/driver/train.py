@@ -12,6 +12,7 @@ from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.train_batch import ScoreDetails, build_train_batch
+from verl_rc.report.picture import picture_line
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
@@ -51,6 +52,7 @@ def train(run: Run) -> None:
         checkpoints.commit(run, step)
         run.stop.obey()
     say("written to %s: %s", run.folder, ", ".join(sorted(path.name for path in run.folder.iterdir())))
+    say("%s", picture_line(run.folder))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)
 
