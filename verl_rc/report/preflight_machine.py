@@ -1,10 +1,8 @@
 """Whether the machine can run a configuration: packages, devices, memory, disk, ports, folder."""
 
-import errno
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import torch
 
 from verl_rc.config.run import RunConfig
+from verl_rc.config.writable import first_existing, why_unwritable
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import (
     MIB,
@@ -133,7 +132,7 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
     if config.trainer.save_freq <= 0:
         yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
         return
-    size, free = checkpoint_bytes(config, shapes), shutil.disk_usage(_existing(folder)).free
+    size, free = checkpoint_bytes(config, shapes), shutil.disk_usage(first_existing(folder)).free
     kept, steps = config.trainer.max_actor_ckpt_to_keep, config.trainer.total_training_steps
     saves = None if steps is None else -(-steps // config.trainer.save_freq)
     if kept is None and saves is None:
@@ -145,7 +144,7 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
     yield Finding.of(
         size * count <= free,
         "checkpoints",
-        f"about {_size(size)} each, {written}; {_size(free)} free at {_existing(folder)}",
+        f"about {_size(size)} each, {written}; {_size(free)} free at {first_existing(folder)}",
         f"about {_size(size * count)} must be free",
         "pass trainer.max_actor_ckpt_to_keep=1, a larger trainer.save_freq, or another trainer.default_local_dir",
     )
@@ -169,17 +168,10 @@ def check_ports() -> Iterator[Finding]:
 
 def check_folder(folder: Path) -> Iterator[Finding]:
     """The run's folder, or the first of its parents that exists, can be written to."""
-    there = _existing(folder)
-    try:
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(b"1")
-    except OSError as error:
-        must, remedy = f"{there} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
-        yield Finding("failed", "run folder", f"{folder}: {error}", must, remedy)
-        return
-    yield Finding("ok", "run folder", f"{folder} can be written to")
+    reason = why_unwritable(folder)
+    must, remedy = f"{folder} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
+    found = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
+    yield Finding.of(reason is None, "run folder", found, must, remedy)
 
 
 def uses_gpus(config: RunConfig) -> bool:
@@ -219,8 +211,3 @@ def _parts(role: RoleMemory) -> str:
 
 def _size(number: int) -> str:
     return f"{number / (1 << 30):.2f} GiB" if number >= 1 << 30 else f"{number / MIB:.0f} MiB"
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.expanduser().absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
