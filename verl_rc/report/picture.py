@@ -59,8 +59,8 @@ class Series:
     values: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: object) -> None:
-        """Append a value of ``metrics.jsonl``, where numbers that are not finite are strings."""
-        if isinstance(value, int | float) and math.isfinite(value):
+        """Append a value of ``metrics.jsonl``; numbers that are not finite are strings there, and are left out."""
+        if isinstance(value, int | float):
             self.steps.append(step)
             self.values.append(float(value))
 

@@ -142,9 +142,9 @@ def test_the_picture_is_a_png_of_readable_size_and_no_background(tmp_path):
     assert path.stat().st_size < 150_000
 
 
-def test_no_display_is_needed(tmp_path):
+def test_no_display_and_no_interactive_backend_is_needed(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key not in ("DISPLAY", "WAYLAND_DISPLAY")}
-    environment |= {"MPLBACKEND": "TkAgg", "PYTHONPATH": str(ROOT)}
+    environment |= {"MPLBACKEND": "module://window_of_some_notebook", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "verl_rc.cli", "plot", str(small_run(tmp_path))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, f"{tmp_path / 'training_curves.png'}\n"), result.stderr

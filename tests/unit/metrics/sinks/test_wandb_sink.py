@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.metrics.sinks import FormerLife, open_tracker
-from verl_rc.metrics.sinks.wandb_sink import find_cache_folder, join_bins
+from verl_rc.metrics.sinks.wandb_sink import find_own_folders, join_bins
 
 wandb = pytest.importorskip("wandb")
 
@@ -128,10 +128,24 @@ def test_joining_bins_keeps_the_counts_and_the_ends():
 
 
 @pytest.mark.parametrize("usable", [True, False])
-def test_an_unwritable_cache_folder_is_replaced_by_one_in_the_run(tmp_path, monkeypatch, usable):
+def test_folders_that_wandb_cannot_write_to_are_replaced_by_some_in_the_run(tmp_path, monkeypatch, usable):
     (tmp_path / "file").touch()
-    given = str(tmp_path / ("cache" if usable else "file/cache"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", given)
-    find_cache_folder(tmp_path / "run")
-    assert os.environ["WANDB_CACHE_DIR"] == (given if usable else str(tmp_path / "run" / "wandb" / "cache"))
-    assert wandb.env.get_cache_dir() == Path(os.environ["WANDB_CACHE_DIR"])
+    home, run = tmp_path / ("home" if usable else "file"), tmp_path / "run"
+    for variable, name in (("WANDB_CACHE_DIR", "cache"), ("WANDB_DATA_DIR", "data")):
+        monkeypatch.setenv(variable, str(home / name))
+    find_own_folders(run)
+    found = {Path(wandb.env.get_cache_dir()), Path(wandb.env.get_data_dir())}
+    own = {run / "wandb" / "wandb_cache_dir", run / "wandb" / "wandb_data_dir"}
+    assert found == ({home / "cache", home / "data"} if usable else own)
+
+
+def test_a_run_with_tables_needs_no_home_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / "file" / "own"))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path / "run", CONFIG, total_steps=1)
+    tracker.log_table("val/generations", ["input"], [["a"]], step=1)
+    tracker.close()
+    assert any(record.WhichOneof("record_type") == "history" for record in written(tmp_path / "run", tracker.run_id))
