@@ -1,6 +1,5 @@
 """Whether the machine can run a configuration: packages, devices, memory, disk, ports, folder."""
 
-import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,6 @@
 """W&B, offline: a real run in a temporary folder, read back record by record, and the choice between online and offline."""
 
 import json
-import os
 import struct
 import time
 from pathlib import Path
