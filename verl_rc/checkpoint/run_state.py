@@ -3,7 +3,7 @@
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,10 @@ class RunState:
     """Trainer ranks that saved; any number may load."""
     config: dict[str, Any]
     """The resolved configuration as a plain tree."""
+    nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
+    """Optimizer steps in a row that were left out because of their gradient, so far, by role."""
+    reward_watch: dict[str, Any] = field(default_factory=lambda: {"recent": [], "best": None})
+    """Scores of the last steps, and the best mean so far."""
     format_version: int = FORMAT_VERSION
     """``FORMAT_VERSION`` when it was saved."""
 
@@ -80,10 +84,11 @@ class RunState:
                 f"{folder / RUN_STATE_FILE} must have format version {FORMAT_VERSION}, got {version}. Resume with the "
                 "release of verl_rc that wrote it, or start anew with trainer.resume_mode=disable."
             )
-        names = {field.name for field in fields(cls)} - {"loader"}
-        if plain.keys() != names:
+        names = {one.name for one in fields(cls)} - {"loader"}
+        needed = {one.name for one in fields(cls) if one.default is one.default_factory is MISSING} - {"loader"}
+        if not needed <= plain.keys() <= names:
             raise CheckpointError(
-                f"{folder / RUN_STATE_FILE} must hold {sorted(names)}; missing: {sorted(names - plain.keys())}, unknown: "
+                f"{folder / RUN_STATE_FILE} must hold {sorted(names)}; missing: {sorted(needed - plain.keys())}, unknown: "
                 f"{sorted(plain.keys() - names)}. Use another checkpoint."
             )
         return cls(loader=_read_loader_state(folder / LOADER_FILE), **plain)

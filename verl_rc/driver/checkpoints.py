@@ -66,6 +66,8 @@ def restore(run: Run, resumed: Resumed) -> None:
     progress.step = state.step
     progress.control = progress.control.resumed(state.control)
     run.skipped_updates.in_a_row = state.skipped_in_a_row
+    run.nonfinite_updates.in_a_row.update(state.nonfinite_in_a_row)
+    run.reward_watch.load_state(state.reward_watch)
     run.gap_monitor.calibrated = state.gap_limits["rollouts"]
     run.canary_monitor.calibrated = state.gap_limits["canary"]
 
@@ -154,6 +156,8 @@ def _state_after(run: Run, step: int) -> RunState:
         control=run.progress.control.state(),
         gap_limits={"rollouts": run.gap_monitor.calibrated, "canary": run.canary_monitor.calibrated},
         skipped_in_a_row=run.skipped_updates.in_a_row,
+        nonfinite_in_a_row=dict(run.nonfinite_updates.in_a_row),
+        reward_watch=run.reward_watch.state(),
         tracker_run_id=run.tracker.run_id,
         num_ranks=run.actor.num_ranks,
         config=public_values(run.config),

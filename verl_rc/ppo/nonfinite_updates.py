@@ -15,7 +15,8 @@ class NonFiniteUpdateGuard:
     def __init__(self, limit: int) -> None:
         """``limit``: ``trainer.max_nonfinite_updates``."""
         self._limit = limit
-        self._in_a_row: Counter[str] = Counter()
+        self.in_a_row: Counter[str] = Counter()
+        """By role: how many were left out since the last one that was not; belongs in a checkpoint."""
 
     def observe(self, role: str, grad_norms: Iterable[float]) -> None:
         """Take the gradient norms of a role's optimizer steps in, in their order.
@@ -23,8 +24,8 @@ class NonFiniteUpdateGuard:
         Raises ``NonFiniteGradientsError`` at the limit.
         """
         for norm in grad_norms:
-            self._in_a_row[role] = 0 if math.isfinite(norm) else self._in_a_row[role] + 1
-            if self._in_a_row[role] >= self._limit:
+            self.in_a_row[role] = 0 if math.isfinite(norm) else self.in_a_row[role] + 1
+            if self.in_a_row[role] >= self._limit:
                 raise NonFiniteGradientsError(
                     f"the {role}'s gradients must be finite, but those of {self._limit} optimizer steps in a row were NaN or "
                     "infinite. They were left out, so the weights are as before. Lower the learning rate, look for extreme "

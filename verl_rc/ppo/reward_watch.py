@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -18,13 +19,23 @@ class _StepScores:
 
 
 class RewardWatch:
-    """Compares the mean score of the last steps with the best such mean so far. A resumed run starts to watch anew."""
+    """Compares the mean score of the last steps with the best such mean so far."""
 
     def __init__(self, window: int, drop: float | None) -> None:
         """``window`` steps are averaged; a fall by more than the share ``drop`` of the best mean is a collapse (None: never)."""
         self._recent: deque[_StepScores] = deque(maxlen=window)
         self._drop = drop
         self._best = -math.inf
+
+    def state(self) -> dict[str, Any]:
+        """What was seen so far, as JSON data; belongs in a checkpoint."""
+        return {"recent": [asdict(step) for step in self._recent], "best": self._best if math.isfinite(self._best) else None}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state``; of more steps than the window holds now, the last ones count."""
+        self._recent.clear()
+        self._recent.extend(_StepScores(**step) for step in state["recent"])
+        self._best = -math.inf if state["best"] is None else state["best"]
 
     def observe(self, scores: Tensor) -> str | None:
         """Take the scores ``[B]`` of a step in; says what has happened when they have collapsed."""

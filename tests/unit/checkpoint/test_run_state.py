@@ -160,3 +160,12 @@ def test_keys_that_one_side_does_not_know_are_not_compared() -> None:
     del without["actor_rollout_ref"]["model"], without["data"]["seed"]
     check_same_model(CONFIG, without)
     check_same_model(without, CONFIG)
+
+
+def test_a_checkpoint_from_before_guards_were_saved_has_them_at_zero(tmp_path: Path) -> None:
+    state_after_five_batches().save(tmp_path)
+    path = tmp_path / "run_state.json"
+    plain = json.loads(path.read_text())
+    del plain["reward_watch"], plain["nonfinite_in_a_row"]
+    path.write_text(json.dumps(plain))
+    assert RunState.load(tmp_path) == state_after_five_batches()

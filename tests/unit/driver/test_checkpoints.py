@@ -1,12 +1,15 @@
 """When a checkpoint counts, and a disk that is full while one is written: the message says what is left, and that is used."""
 
 import errno
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from verl_rc.advantage import KLController
 from verl_rc.checkpoint import CheckpointError, CheckpointStore
 from verl_rc.checkpoint.run_state import RunState
 from verl_rc.cluster.remote import ProcessLostError, RemoteError
@@ -14,6 +17,10 @@ from verl_rc.driver import checkpoints
 from verl_rc.driver.interruption import StopRequest
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.control import Control
+from verl_rc.ppo.nonfinite_updates import NonFiniteGradientsError, NonFiniteUpdateGuard
+from verl_rc.ppo.reward_watch import RewardWatch
+from verl_rc.ppo.skipped_updates import SkippedUpdateGuard, TooManySkippedUpdatesError
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 NOT_WRITTEN = CheckpointError("writing the shards must succeed on every rank: OSError: No space left on device.")
@@ -65,10 +72,12 @@ def run_in(folder: Path) -> Run:
         actor=Learner(),
         critic=None,
         prompts=SimpleNamespace(state_dict=dict),
-        progress=SimpleNamespace(control=SimpleNamespace(state=dict)),
+        progress=SimpleNamespace(step=0, control=Control(KLController(0.1), None)),
         gap_monitor=SimpleNamespace(calibrated=None),
         canary_monitor=SimpleNamespace(calibrated=None),
-        skipped_updates=SimpleNamespace(in_a_row=0),
+        skipped_updates=SkippedUpdateGuard(limit=3),
+        nonfinite_updates=NonFiniteUpdateGuard(limit=3),
+        reward_watch=RewardWatch(window=2, drop=0.5),
         tracker=SimpleNamespace(run_id=None),
     )
     return cast(Run, run)
@@ -207,3 +216,34 @@ def test_a_disk_that_is_full_of_other_things_is_told_the_same_way(run: Run) -> N
     missing = FileNotFoundError(errno.ENOENT, "no such file")
     with pytest.raises(FileNotFoundError), checkpoints.full_disk_explained(run):
         raise missing
+
+
+def resumed(run: Run, step: int) -> Run:
+    """Another run that goes on from a checkpoint of this one."""
+    save(run, step)
+    folder = run.folder / f"global_step_{step}"
+    again = run_in(run.folder)
+    checkpoints.restore(again, checkpoints.Resumed(folder, RunState.load(folder)))
+    return again
+
+
+def test_a_resumed_run_notices_the_collapse_that_began_before(run: Run) -> None:
+    for mean in (1.0, 1.0, 0.8):
+        assert run.reward_watch.observe(torch.full((8,), mean)) is None
+    again = resumed(run, 3)
+    expected = run.reward_watch.observe(torch.zeros(8))
+    assert expected is not None
+    assert "is 0.4, down from 1:" in expected
+    assert again.reward_watch.observe(torch.zeros(8)) == expected
+
+
+def test_a_resumed_run_goes_on_counting_updates_that_were_left_out(run: Run) -> None:
+    run.nonfinite_updates.observe("actor", [1.0, math.nan, math.inf])
+    run.nonfinite_updates.observe("critic", [math.nan])
+    run.skipped_updates.observe([0, 0])
+    again = resumed(run, 3)
+    again.nonfinite_updates.observe("critic", [math.nan])
+    with pytest.raises(NonFiniteGradientsError, match="the actor's"):
+        again.nonfinite_updates.observe("actor", [math.nan])
+    with pytest.raises(TooManySkippedUpdatesError):
+        again.skipped_updates.observe([0])
