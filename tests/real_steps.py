@@ -1,7 +1,7 @@
 """Single steps of the real loop in a run whose workers can be told to go wrong."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
 
-from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.engine_group import EngineGroup, OnLoss
 from verl_rc.cluster.ray_session import start_ray_in_background
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.cluster.trainer_groups import ActorGroup
 from verl_rc.config.load import load_run_config
-from verl_rc.data.batches import Completions
+from verl_rc.data.batches import Completions, Timed
 from verl_rc.driver import train
 from verl_rc.driver.run import Run
 from verl_rc.driver.setup import open_run
@@ -81,19 +81,21 @@ def _with_value(section: Any, path: list[str], value: Any) -> Any:
     return section.model_copy(update={path[0]: inner})
 
 
-class RetokenisingSampler:
-    """Engines behind a service that hands out texts: token ids are made from them again."""
+class RetokenisingEngines(EngineGroup):
+    """A run's engines behind a service that hands out texts: token ids are made from them again."""
 
     def __init__(self, run: Run) -> None:
+        vars(self).update(vars(run.engines))
         self._run = run
-        self.busy_seconds = 0.0
 
-    def generate(self, requests: list[GenerationRequest], options: SamplingOptions) -> Completions:
-        completions = self._run.engines.generate(requests, options)
-        self.busy_seconds = self._run.engines.busy_seconds
+    def generate(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
+    ) -> Timed[Completions]:
+        answer = super().generate(requests, options, on_loss)
+        completions = answer.result
         for row, length in enumerate(completions.response_lengths.tolist()):
             text = self._run.tokenizer.decode(completions.responses[row, :length], skip_special_tokens=True)
             again = self._run.tokenizer.encode(text, add_special_tokens=False)[:length] or [0]
             completions.responses[row, : len(again)] = completions.responses.new_tensor(again)
             completions.response_lengths[row] = len(again)
-        return completions
+        return answer

@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TypeGuard
 
 from verl_rc.data.dataset import PromptRow
-from verl_rc.driver import stages
+from verl_rc.driver import stages, weights
 from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.best_of_n import Sample, summarise_samples
@@ -30,7 +30,7 @@ def validate(run: Run, record: StepRecord, step: int = 0) -> float:
     ]
     sampling = SamplingOptions.for_validation(options, run.config.data.max_response_length, run.stop_token_ids)
     with record.stage("testing"):
-        scored = _score_in_batches(run, rows, requests, sampling)
+        scored = _score_in_batches(run, rows, requests, sampling, step, record)
     record.add(validation_metrics(rows, scored, options.n))
     _show_samples(run, rows, scored, step)
     if run.config.trainer.validation_data_dir is not None:
@@ -72,7 +72,12 @@ def _is_finite(value: object) -> TypeGuard[Real]:
 
 
 def _score_in_batches(
-    run: Run, rows: list[PromptRow], requests: list[GenerationRequest], sampling: SamplingOptions
+    run: Run,
+    rows: list[PromptRow],
+    requests: list[GenerationRequest],
+    sampling: SamplingOptions,
+    step: int,
+    record: StepRecord,
 ) -> stages.ScoredTexts:
     """``data.val_batch_size`` prompts at once, with all their samples."""
     prompts_at_once = run.config.data.val_batch_size or len(run.validation_rows)
@@ -80,7 +85,7 @@ def _score_in_batches(
     parts = []
     for start in range(0, len(rows), size):
         batch = requests[start : start + size]
-        completions = run.sampler.generate(batch, sampling)
+        completions = weights.generate(run, batch, sampling, step, record).result
         rollouts = stages.as_rollouts(run, batch, completions)
         parts.append(stages.score(run, rows[start : start + size], rollouts, StepRecord()))
     return stages.ScoredTexts.concatenated(parts)

@@ -1,7 +1,7 @@
 """Everything a run consists of once it is set up."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.prompt_stream import PromptStream
 from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.recovery import Recovery
 from verl_rc.driver.scoring import ResponseScorer
 from verl_rc.metrics.sinks import Tracker
 from verl_rc.ppo.control import Control
@@ -31,8 +30,6 @@ class Progress:
 
     step: int
     """Training steps done."""
-    published: int = field(default=-1, kw_only=True)
-    """Version of the weights that the engines hold; -1: none yet."""
     control: Control
     """Weight of the KL penalty and rejection threshold in force."""
 
@@ -56,12 +53,10 @@ class Run:
     reference: ReferenceGroup | None
     """None: nothing compares with it, or it is the actor without its LoRA adapters."""
     engines: EngineGroup
-    sampler: EngineGroup | AgentLoop
-    """What samples responses: the engines, or the loop in which the policy calls tools between its turns."""
+    agent_loop: AgentLoop | None
+    """The conversation in which the policy calls tools between its turns; None: there are no tools."""
     transport: WeightTransport
     """How weights get from the actor to the engines."""
-    recovery: Recovery
-    """Replaces engines that are lost."""
     checkpoints: CheckpointStore
     manifest: Manifest
     gap_monitor: GapMonitor

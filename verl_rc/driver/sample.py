@@ -13,7 +13,7 @@ from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.joining import join_rollouts, take_groups
-from verl_rc.driver import stages
+from verl_rc.driver import stages, weights
 from verl_rc.driver.run import Run
 from verl_rc.driver.stages import ScoredTexts
 from verl_rc.driver.step_record import StepRecord
@@ -70,10 +70,10 @@ class _Sampler:
 
     def sample(self, prompts: list[PromptRow], epoch: int) -> SampledBatch:
         """``rollout.n`` responses per prompt, with their scores."""
-        rollouts = stages.generate(self.run, prompts, self.step, epoch, self.record)
-        self._response_tokens += int(torch.count_nonzero(rollouts.response_mask))
-        self._busy_seconds += self.run.sampler.busy_seconds
-        return SampledBatch(prompts, rollouts, self._scored(prompts, rollouts))
+        answer = stages.generate(self.run, prompts, self.step, epoch, self.record)
+        self._response_tokens += int(torch.count_nonzero(answer.result.response_mask))
+        self._busy_seconds += answer.busy_seconds
+        return SampledBatch(prompts, answer.result, self._scored(prompts, answer.result))
 
     def greedy_scores(self, batch: SampledBatch) -> Tensor:
         """One greedy response per prompt; its score for each row of the prompt, float32 ``[B]``."""
@@ -81,11 +81,11 @@ class _Sampler:
         sampling = SamplingOptions.for_training(run.config.actor_rollout_ref.rollout, run.stop_token_ids)
         requests = [GenerationRequest(row.prompt_token_ids, seed=0) for row in batch.prompts]
         with record.stage("gen_max"):
-            completions = run.sampler.generate(requests, replace(sampling, temperature=0.0))
-        record.add_busy("gen_max", run.sampler.busy_seconds)
-        record.ledger.sampled(stages.sampled_tokens(completions))
-        record.ledger.book({"baseline": stages.sampled_tokens(completions)})
-        greedy = stages.as_rollouts(run, requests, completions)
+            answer = weights.generate(run, requests, replace(sampling, temperature=0.0), self.step - 1, record)
+        record.add_busy("gen_max", answer.busy_seconds)
+        record.ledger.sampled(stages.sampled_tokens(answer.result))
+        record.ledger.book({"baseline": stages.sampled_tokens(answer.result)})
+        greedy = stages.as_rollouts(run, requests, answer.result)
         scores = self._scored(batch.prompts, greedy).scores
         record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
         return scores[batch.rollouts.group_ids]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,9 @@ from verl_rc.data.dataset import PromptDataset, PromptRow, build_train_loader, b
 from verl_rc.data.prompt_lengths import describe_lengths
 from verl_rc.data.prompt_stream import PromptStream
 from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.driver import checkpoints, weights
+from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
 from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.recovery import Recovery
 from verl_rc.driver.run import Progress, Run
 from verl_rc.driver.scoring import open_scorer
 from verl_rc.losses import resolve_policy_loss
@@ -70,7 +68,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         )
         with announced("data and tokenizer"), _mistakes_are_the_users():
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-            data, sampler = _with_tools(config, tokenizer, engines)
+            data, agent_loop = _with_tools(config, tokenizer)
             loader = build_train_loader(data, tokenizer, config.trainer.seed)
             validation_rows = build_validation_rows(data, tokenizer, config.trainer.seed)
             prompts = PromptStream(loader)
@@ -116,9 +114,8 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             critic=critic,
             reference=reference,
             engines=engines,
-            sampler=sampler,
+            agent_loop=agent_loop,
             transport=transport,
-            recovery=Recovery(),
             checkpoints=store,
             manifest=actor.manifest(),
             gap_monitor=_gap_monitor(config),
@@ -134,7 +131,6 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         )
         if resumed is not None:
             checkpoints.restore(run, resumed)
-        engines.on_loss = partial(weights.restore, run)
         yield run
 
 
@@ -154,14 +150,14 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
     say("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
 
-def _with_tools(config: RunConfig, tokenizer: Any, engines: EngineGroup) -> tuple[DataConfig, EngineGroup | AgentLoop]:
-    """How prompts are rendered and what samples: with ``multi_turn`` prompts may describe tools, and their loop samples."""
+def _with_tools(config: RunConfig, tokenizer: Any) -> tuple[DataConfig, AgentLoop | None]:
+    """How prompts are rendered, and the agent loop: with ``multi_turn`` prompts may describe tools, which the loop calls."""
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     if not multi_turn.enable:
-        return config.data, engines
+        return config.data, None
     arguments = template_arguments(multi_turn, config.data.apply_chat_template_kwargs)
     data = config.data.model_copy(update={"apply_chat_template_kwargs": arguments})
-    return data, AgentLoop(engines, tokenizer, multi_turn, arguments)
+    return data, AgentLoop(tokenizer, multi_turn, arguments)
 
 
 def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:

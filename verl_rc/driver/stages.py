@@ -10,8 +10,9 @@ from torch import Tensor
 
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
-from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, TrainBatch, unpadded
+from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, Timed, TrainBatch, unpadded
 from verl_rc.data.dataset import PromptRow
+from verl_rc.driver import weights
 from verl_rc.driver.run import Run
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.step_record import StepRecord
@@ -65,7 +66,7 @@ class ScoredTexts:
         )
 
 
-def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> RolloutBatch:
+def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> Timed[RolloutBatch]:
     """Sample ``rollout.n`` responses per prompt; rows of one prompt are adjacent."""
     rollout = run.config.actor_rollout_ref.rollout
     identity = {"seed": run.config.trainer.seed, "step": step, "epoch": epoch}
@@ -76,12 +77,13 @@ def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: 
     ]
     groups = [index for index in range(len(prompts)) for _ in range(rollout.n)]
     with record.stage("gen"):
-        completions = run.sampler.generate(requests, SamplingOptions.for_training(rollout, run.stop_token_ids))
-        rollouts = as_rollouts(run, requests, completions, groups)
-        record.ledger.sampled(sampled_tokens(completions), prompts=len(prompts))
+        options = SamplingOptions.for_training(rollout, run.stop_token_ids)
+        answer = weights.generate(run, requests, options, step - 1, record)
+        rollouts = as_rollouts(run, requests, answer.result, groups)
+        record.ledger.sampled(sampled_tokens(answer.result), prompts=len(prompts))
         check_versions(rollouts, expected_version=step - 1)
-        record.add_busy("gen", run.sampler.busy_seconds)
-    return rollouts
+        record.add_busy("gen", answer.busy_seconds)
+    return Timed(rollouts, answer.busy_seconds)
 
 
 def sampled_tokens(completions: Completions) -> int:
@@ -122,12 +124,14 @@ def evaluate(run: Run, rollouts: RolloutBatch, record: StepRecord) -> PolicyEval
     evaluations = _proximal_policy(run, rollouts, record)
     if run.config.needs_reference:
         with record.stage("ref"):
-            evaluations.ref_log_prob = _reference_log_probs(run, rollouts)
-        record.add_busy("ref", (run.reference or run.actor).busy_seconds)
+            reference = _reference_log_probs(run, rollouts)
+        record.add_busy("ref", reference.busy_seconds)
+        evaluations.ref_log_prob = reference.result
     if run.critic is not None:
         with record.stage("values"):
-            evaluations.critic_values = run.critic.compute_values(rollouts.tokens, critic_limit(run.config))
-        record.add_busy("values", run.critic.busy_seconds)
+            values = run.critic.compute_values(rollouts.tokens, critic_limit(run.config))
+        record.add_busy("values", values.busy_seconds)
+        evaluations.critic_values = values.result
     return evaluations
 
 
@@ -139,8 +143,9 @@ def _proximal_policy(run: Run, rollouts: RolloutBatch, record: StepRecord) -> Po
     if run.config.algorithm.rollout_correction.bypass_mode:
         return PolicyEvaluations(old_log_probs=rollouts.rollout_log_probs, batch_size=rollouts.batch_size)
     with record.stage("old_log_prob"):
-        scores = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config))
-    record.add_busy("old_log_prob", run.actor.busy_seconds)
+        answer = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config))
+    record.add_busy("old_log_prob", answer.busy_seconds)
+    scores = answer.result
     _check_gap(run, LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask), record)
     return PolicyEvaluations(
         old_log_probs=scores.log_probs,
@@ -157,7 +162,7 @@ def _check_gap(run: Run, gap: LogProbGap, record: StepRecord) -> None:
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit})
 
 
-def _reference_log_probs(run: Run, rollouts: RolloutBatch) -> Tensor:
+def _reference_log_probs(run: Run, rollouts: RolloutBatch) -> Timed[Tensor]:
     if run.reference is None:  # LoRA: the actor without its adapters
         return run.actor.compute_reference_log_probs(rollouts.tokens, reference_limit(run.config))
     return run.reference.compute_log_probs(rollouts.tokens, reference_limit(run.config))
@@ -218,10 +223,10 @@ def update_critic(run: Run, batch: TrainBatch, evaluations: PolicyEvaluations, s
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
     with record.stage("update_critic"):
-        records = run.critic.update(rows, mini_batches, critic_limit(run.config))
-    record.add_busy("update_critic", run.critic.busy_seconds)
-    record.add_records(records)
-    run.nonfinite_updates.observe("critic", _grad_norms("critic", records))
+        answer = run.critic.update(rows, mini_batches, critic_limit(run.config))
+    record.add_busy("update_critic", answer.busy_seconds)
+    record.add_records(answer.result)
+    run.nonfinite_updates.observe("critic", _grad_norms("critic", answer.result))
 
 
 def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> None:
@@ -238,8 +243,9 @@ def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> 
     limit = run.gap_monitor.limit if correction.bypass_mode else None
     order = UpdateOrder(run.progress.control.correction(correction), policy_version=step - 1, gap_limit=limit)
     with record.stage("update_actor"):
-        report = run.actor.update(batch, mini_batches, actor_limit(run.config), order)
-    record.add_busy("update_actor", run.actor.busy_seconds)
+        answer = run.actor.update(batch, mini_batches, actor_limit(run.config), order)
+    record.add_busy("update_actor", answer.busy_seconds)
+    report = answer.result
     record.add_records(report.metrics)
     norms, planned = _grad_norms("actor", report.metrics), [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})

@@ -46,7 +46,6 @@ def train(run: Run) -> None:
             last = validate(run, record, step)
         stages.dump_rollouts(run, step, sampled.prompts, rollouts, scored, record)
         checkpoints.write(run, step, record)
-        record.add(run.recovery.take_counts(run.engines))
         record.log(run.tracker, step, {"training/global_step": step, "training/epoch": epoch})
         checkpoints.commit(run, step)
         run.stop.obey()
@@ -68,7 +67,7 @@ def update(run: Run, batch: TrainBatch, evaluations: PolicyEvaluations, step: in
 def start(run: Run) -> float | None:
     """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed run goes right on."""
     trainer, record, step = run.config.trainer, StepRecord(), run.progress.step
-    weights.publish(run, version=step, record=record)
+    weights.publish(run, version=step, record=record, with_canary=True)
     wanted = trainer.val_only or (trainer.val_before_train and step == 0)
     accuracy = validate(run, record, step) if wanted else None
     if wanted or step == 0:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_models import small_run_config
 
-from verl_rc.data.batches import Completions
+from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.run import Run
 from verl_rc.driver.sample import SampledBatch, sample_batch
@@ -32,20 +32,18 @@ def prompt(row: int) -> PromptRow:
 class Engines:
     """Sample k of a prompt is k + 1 tokens that are the prompt's number; a greedy response is six of them."""
 
-    busy_seconds = 0.5
-
     def __init__(self) -> None:
         self.calls: list[tuple[int, float]] = []
         self.asleep = False
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: Any) -> Timed[Completions]:
         assert not self.asleep
         self.calls.append((len(requests), options.temperature))
         greedy = options.temperature == 0
         lengths = torch.tensor([6 if greedy else index % 2 + 1 for index in range(len(requests))])
         numbers = torch.tensor([request.prompt_token_ids[0] for request in requests])
         mask = torch.arange(7) < lengths[:, None]
-        return Completions(
+        completions = Completions(
             responses=torch.where(mask, numbers[:, None], 0),
             response_lengths=lengths,
             rollout_log_probs=torch.zeros(mask.shape),
@@ -53,6 +51,7 @@ class Engines:
             finished=torch.ones(len(requests), dtype=torch.bool),
             batch_size=[len(requests)],
         )
+        return Timed(completions, 0.5)
 
     def sleep(self) -> list[Any]:
         self.asleep = True
@@ -92,7 +91,7 @@ def make_run(*overrides: str) -> Any:
         prompts=Prompts(),
         scorer=Scorer(),
         engines=engines,
-        sampler=engines,
+        agent_loop=None,
     )
 
 
