@@ -8,8 +8,9 @@ import torch
 
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, Timed
-from verl_rc.driver import stages, weights
+from verl_rc.driver import weights
 from verl_rc.driver.run import Run
+from verl_rc.driver.sample import as_rollouts
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.micro_batch_limits import log_prob_limit
 from verl_rc.rollout.agent_loop import AgentLoop
@@ -48,7 +49,7 @@ def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_co
     options = replace(SamplingOptions.for_training(rollout, run.stop_token_ids), stop_token_ids=stops)
     requests = [GenerationRequest(row.prompt_token_ids, request_seed({"row": row.row_index})) for row in run.validation_rows]
     completions = loop.generate(requests, options, engines.generate).result
-    rollouts = stages.as_rollouts(run, requests, completions)
+    rollouts = as_rollouts(run, requests, completions)
 
     _every_turn_continues_the_tokens_before_it(engines.turns, requests, completions)
     mask, lengths = rollouts.response_mask, rollouts.tokens.response_lengths

@@ -5,8 +5,8 @@ import torch
 from verl_rc.config.trainer import AlertAction
 from verl_rc.data.batches import TrainBatch
 from verl_rc.data.fingerprint import require_sampled_tokens
+from verl_rc.data.samples import Samples
 from verl_rc.driver.run import Run
-from verl_rc.driver.sample import SampledBatch
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import require_sampled_loss
 from verl_rc.ppo.train_batch import ScoredStep
@@ -15,7 +15,7 @@ MISMATCH_METRIC = "rollout_corr/k3_kl"
 """What ``trainer.alerts.mismatch_limit`` bounds, nats per token."""
 
 
-def may_train(run: Run, sampled: SampledBatch, scored_step: ScoredStep, record: StepRecord, step: int) -> bool:
+def may_train(run: Run, samples: Samples, scored_step: ScoredStep, record: StepRecord, step: int) -> bool:
     """Whether the step's updates are made; ``False`` leaves them out and books their tokens as withheld.
 
     Raises ``TokensChangedError`` when a row does not hold the token ids that were sampled, and ``LedgerError`` when sampled
@@ -24,10 +24,10 @@ def may_train(run: Run, sampled: SampledBatch, scored_step: ScoredStep, record: 
     batch, correction = scored_step.batch, scored_step.correction
     with record.stage("adv"):
         record.ledger.require_in_batch(int(torch.count_nonzero(batch.response_mask)))
-        assert sampled.rollouts.fingerprints is not None
-        require_sampled_tokens(sampled.rollouts.fingerprints, batch.tokens, batch.response_mask)
+        assert samples.rollouts.fingerprints is not None
+        require_sampled_tokens(samples.rollouts.fingerprints, batch.tokens, batch.response_mask)
         require_sampled_loss(batch.loss_mask, batch.response_mask, None if correction is None else correction.keep_mask)
-        collapse = run.reward_watch.observe(sampled.scored.scores)
+        collapse = run.reward_watch.observe(samples.scores)
     record.add({"alerts/reward_collapse": float(collapse is not None)})
     alerts, wanted = run.config.trainer.alerts, True
     if collapse is not None:

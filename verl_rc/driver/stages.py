@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,11 +10,9 @@ from torch import Tensor
 
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
-from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, Timed, TrainBatch, unpadded
-from verl_rc.data.dataset import PromptRow
-from verl_rc.driver import weights
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TrainBatch
+from verl_rc.data.samples import Samples
 from verl_rc.driver.run import Run
-from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import Metric
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
@@ -22,101 +20,9 @@ from verl_rc.ppo.ledger import fates_in_update
 from verl_rc.ppo.micro_batch_limits import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
-from verl_rc.rollout.collect import build_rollout_batch, check_versions
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
+from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
 from verl_rc.workers.orders import UpdateOrder
-
-
-@dataclass(frozen=True)
-class ScoredTexts:
-    """Decoded responses and what the reward function says about them; row for row with the rollouts."""
-
-    texts: list[str]
-    scores: Tensor
-    """float32 ``[B]``."""
-    extras: dict[str, list[object]]
-    """Further columns returned by the reward function, e.g. ``acc``."""
-    unpenalised: Tensor | None = None
-    """float32 ``[B]``: scores before the overlong penalty; None: there is no penalty."""
-
-    def accuracies(self) -> list[float]:
-        """``acc`` of every sample; its score where the reward function gives no ``acc``."""
-        given = self.extras.get("acc", [None] * len(self.texts))
-        pairs = zip(given, self.scores.tolist(), strict=True)
-        return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]
-
-    def taken(self, rows: list[int]) -> "ScoredTexts":
-        """Some rows, in the order given."""
-        extras = {name: [column[row] for row in rows] for name, column in self.extras.items()}
-        unpenalised = None if self.unpenalised is None else self.unpenalised[rows]
-        return ScoredTexts([self.texts[row] for row in rows], self.scores[rows], extras, unpenalised)
-
-    @classmethod
-    def concatenated(cls, parts: "list[ScoredTexts]") -> "ScoredTexts":
-        """Several parts as one, in order; an extra that a part lacks is None there."""
-        names = sorted({name for part in parts for name in part.extras})
-        extras = {
-            name: [value for part in parts for value in part.extras.get(name, [None] * len(part.texts))] for name in names
-        }
-        before = [part.unpenalised for part in parts if part.unpenalised is not None]  # all parts of a run have it, or none
-        unpenalised = torch.cat(before) if before else None
-        return cls(
-            [text for part in parts for text in part.texts], torch.cat([part.scores for part in parts]), extras, unpenalised
-        )
-
-
-def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> Timed[RolloutBatch]:
-    """Sample ``rollout.n`` responses per prompt; rows of one prompt are adjacent."""
-    rollout = run.config.actor_rollout_ref.rollout
-    identity = {"seed": run.config.trainer.seed, "step": step, "epoch": epoch}
-    requests = [
-        GenerationRequest(row.prompt_token_ids, request_seed({**identity, "row": row.row_index, "sample": sample}))
-        for row in prompts
-        for sample in range(rollout.n)
-    ]
-    groups = [index for index in range(len(prompts)) for _ in range(rollout.n)]
-    with record.stage("gen"):
-        options = SamplingOptions.for_training(rollout, run.stop_token_ids)
-        answer = weights.generate(run, requests, options, step - 1, record)
-        rollouts = as_rollouts(run, requests, answer.result, groups)
-        record.ledger.sampled(sampled_tokens(answer.result), prompts=len(prompts))
-        check_versions(rollouts, expected_version=step - 1)
-        record.add_busy("gen", answer.busy_seconds)
-    return Timed(rollouts, answer.busy_seconds)
-
-
-def sampled_tokens(completions: Completions) -> int:
-    """Tokens that the policy produced, as the engines returned them."""
-    mask = completions.response_mask
-    return int(completions.response_lengths.sum() if mask is None else torch.count_nonzero(mask))
-
-
-def as_rollouts(
-    run: Run, requests: list[GenerationRequest], completions: Completions, group_ids: Sequence[int] | None = None
-) -> RolloutBatch:
-    """Requests and their completions as one batch; without ``group_ids`` each is a prompt of its own."""
-    prompts = [request.prompt_token_ids for request in requests]
-    ids = range(len(requests)) if group_ids is None else group_ids
-    return build_rollout_batch(prompts, ids, completions, pad_token_id=run.tokenizer.pad_token_id)
-
-
-def score(run: Run, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> ScoredTexts:
-    """Decode every response and have it scored."""
-    with record.stage("reward"):
-        texts = decode(run, rollouts)
-        outputs = run.scorer.score([prompts[group] for group in rollouts.group_ids.tolist()], texts)
-    record.add_records(reward_metrics(outputs))
-    names = sorted({name for output in outputs for name in output.extras})
-    extras = {name: [output.extras.get(name) for output in outputs] for name in names}
-    return ScoredTexts(texts, torch.tensor([output.score for output in outputs], dtype=torch.float32), extras)
-
-
-def decode(run: Run, rollouts: RolloutBatch) -> list[str]:
-    """Response texts without special tokens."""
-    rows = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)
-    texts: list[str] = run.tokenizer.batch_decode(rows, skip_special_tokens=True)
-    return texts
 
 
 def evaluate(run: Run, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
@@ -169,25 +75,20 @@ def _reference_log_probs(run: Run, rollouts: RolloutBatch) -> Timed[Tensor]:
 
 
 def describe_batch(
-    run: Run,
-    scored_step: ScoredStep,
-    scored: ScoredTexts,
-    rollouts: RolloutBatch,
-    evaluations: PolicyEvaluations,
-    record: StepRecord,
+    run: Run, samples: Samples, evaluations: PolicyEvaluations, scored_step: ScoredStep, record: StepRecord
 ) -> None:
     """Everything there is to know about the batch before the update; moves the weight of the KL penalty."""
-    data = run.config.data
+    data, rollouts = run.config.data, samples.rollouts
     record.add(
         batch_metrics(
-            scored_step.batch, scored.scores, scored_step.rewards, rollouts, data.max_response_length, data.max_prompt_length
+            scored_step.batch, samples.scores, scored_step.rewards, rollouts, data.max_response_length, data.max_prompt_length
         )
     )
     record.add(policy_gap_metrics(rollouts, evaluations))
     if scored_step.reward_kl is not None:
         controller = run.progress.control.kl
         record.add({"actor/reward_kl_penalty": scored_step.reward_kl, "actor/reward_kl_penalty_coeff": controller.kl_coef})
-        moved = controller.updated(scored_step.reward_kl, len(scored.texts))
+        moved = controller.updated(scored_step.reward_kl, len(samples))
         run.progress.control = replace(run.progress.control, kl=moved)
     if scored_step.correction is not None:
         describe_correction(run, scored_step.correction.statistics, record)
@@ -265,22 +166,21 @@ def _grad_norms(role: str, records: Sequence[Metric]) -> list[float]:
     return [record.value for record in records if record.name == f"{role}/grad_norm"]
 
 
-def dump_rollouts(
-    run: Run, step: int, prompts: list[PromptRow], rollouts: RolloutBatch, scored: ScoredTexts, record: StepRecord
-) -> None:
+def dump_rollouts(run: Run, samples: Samples, step: int, record: StepRecord) -> None:
     """Write the step's samples as JSON lines to ``trainer.rollout_data_dir``, when that is set."""
     if run.config.trainer.rollout_data_dir is None:
         return
     with record.stage("dump_rollout_generations"):
-        write_samples(run.config.trainer.rollout_data_dir, step, [prompts[g] for g in rollouts.group_ids.tolist()], scored)
+        write_samples(run.config.trainer.rollout_data_dir, samples, step)
 
 
-def write_samples(folder: str, step: int, rows: list[PromptRow], scored: ScoredTexts) -> None:
+def write_samples(folder: str, samples: Samples, step: int) -> None:
     """``<folder>/<step>.jsonl``: input, output, ground truth, score and the reward's extras of every sample."""
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    rows = zip(samples.rows, samples.texts, samples.scores.tolist(), strict=True)
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # JSON's own way to write half a surrogate pair
-        for index, (row, text, value) in enumerate(zip(rows, scored.texts, scored.scores.tolist(), strict=True)):
-            extras = {name: column[index] for name, column in scored.extras.items()}
+        for index, (row, text, value) in enumerate(rows):
+            extras = {name: column[index] for name, column in samples.extras.items()}
             sample = {"input": row.messages, "output": text, "gts": row.ground_truth, "score": value, "step": step, **extras}
             file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")

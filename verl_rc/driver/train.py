@@ -11,7 +11,7 @@ from verl_rc.driver.run import Run
 from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.train_batch import ScoreDetails, build_train_batch
+from verl_rc.ppo.train_batch import build_train_batch
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
@@ -30,21 +30,19 @@ def train(run: Run) -> None:
         say("all %d steps are done: raise trainer.total_training_steps to go on", run.total_steps)
     for step, epoch, prompts in run.training_batches():
         record = StepRecord()
-        sampled = sample_batch(run, prompts, step, epoch, record)
-        rollouts, scored = sampled.rollouts, sampled.scored
-        evaluations = stages.evaluate(run, rollouts, record)
+        samples = sample_batch(run, prompts, step, epoch, record)
+        evaluations = stages.evaluate(run, samples.rollouts, record)
         with record.stage("adv"):
-            further = ScoreDetails(sampled.greedy_scores, sampled.component_scores)
-            scored_step = build_train_batch(rollouts, scored.scores, evaluations, algorithm, run.progress.control, further)
-        stages.describe_batch(run, scored_step, scored, rollouts, evaluations, record)
-        if guards.may_train(run, sampled, scored_step, record, step):
+            scored_step = build_train_batch(samples, evaluations, algorithm, run.progress.control)
+        stages.describe_batch(run, samples, evaluations, scored_step, record)
+        if guards.may_train(run, samples, scored_step, record, step):
             update(run, scored_step.batch, evaluations, step, record)
         else:
             guards.withhold(scored_step.batch, record)
         weights.publish(run, version=step, record=record)
         if run.is_due(trainer.test_freq, step):
             last = validate(run, record, step)
-        stages.dump_rollouts(run, step, sampled.prompts, rollouts, scored, record)
+        stages.dump_rollouts(run, samples, step, record)
         checkpoints.write(run, step, record)
         record.log(run.tracker, step, {"training/global_step": step, "training/epoch": epoch})
         checkpoints.commit(run, step)

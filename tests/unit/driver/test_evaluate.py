@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches_of_ones import ones_rollouts
 
 from verl_rc.config.rollout import ValKwargsConfig
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.samples import Samples
 from verl_rc.driver.evaluate import validate, validation_metrics
-from verl_rc.driver.stages import ScoredTexts
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import check_names
 from verl_rc.rewards import RewardOutput
@@ -160,8 +161,10 @@ def test_all_samples_are_stored(tmp_path):
 
 
 def statistics_of(rows, scores, samples, **extras):
-    scored = ScoredTexts([""] * len(rows), torch.tensor(scores), extras)
-    metrics = validation_metrics(rows, scored, samples)
+    lengths = torch.ones(len(rows), dtype=torch.int64)
+    rollouts = ones_rollouts(torch.zeros(len(rows), 1), lengths, group=1)
+    texts = [""] * len(rows)
+    metrics = validation_metrics(Samples(rollouts, torch.tensor(scores), prompts=rows, texts=texts, extras=extras), samples)
     check_names(metrics)
     return metrics
 

@@ -11,10 +11,10 @@ from small_models import small_run_config
 
 from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.data.fingerprint import TokensChangedError, fingerprints
+from verl_rc.data.samples import Samples
 from verl_rc.driver import guards
 from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
 from verl_rc.driver.run import Run
-from verl_rc.driver.sample import SampledBatch
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.reward_watch import RewardWatch
 from verl_rc.ppo.train_batch import ScoredStep
@@ -66,12 +66,10 @@ def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | No
     if k3_kl is not None:
         record.add({guards.MISMATCH_METRIC: k3_kl})
     numbers = fingerprints(sampled.tokens, sampled.response_mask)
-    parts = SimpleNamespace(
-        rollouts=SimpleNamespace(fingerprints=numbers), scored=SimpleNamespace(scores=torch.tensor(list(scores)))
-    )
+    samples = SimpleNamespace(rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores)))
     record.ledger.sampled(int(sampled.response_mask.sum()))
     scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, correction=None))
-    return guards.may_train(cast(Run, run), cast(SampledBatch, parts), scored_step, record, step=3), record
+    return guards.may_train(cast(Run, run), cast(Samples, samples), scored_step, record, step=3), record
 
 
 def test_a_healthy_step_trains() -> None:

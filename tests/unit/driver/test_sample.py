@@ -11,8 +11,9 @@ from small_models import small_run_config
 
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.samples import Samples
 from verl_rc.driver.run import Run
-from verl_rc.driver.sample import SampledBatch, sample_batch
+from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import LedgerError
 from verl_rc.rewards import RewardOutput
@@ -95,7 +96,7 @@ def make_run(*overrides: str) -> Any:
     )
 
 
-def sample(run: Any) -> tuple[SampledBatch, dict[str, float]]:
+def sample(run: Any) -> tuple[Samples, dict[str, float]]:
     record = StepRecord()
     batch = sample_batch(cast(Run, run), [prompt(0), prompt(1)], step=1, epoch=0, record=record)
     assert run.engines.asleep
@@ -105,8 +106,8 @@ def sample(run: Any) -> tuple[SampledBatch, dict[str, float]]:
 def test_without_a_filter_all_prompts_stay() -> None:
     batch, metrics = sample(make_run())
     assert [row.row_index for row in batch.prompts] == [0, 1]
-    assert batch.scored.scores.tolist() == [1, 1, 0, 1]
-    assert batch.greedy_scores is batch.component_scores is None
+    assert batch.scores.tolist() == [1, 1, 0, 1]
+    assert batch.reward_baselines is batch.component_scores is None
     assert metrics["perf/rollout_tokens_per_second"] == 6 / 0.5
     assert not [name for name in metrics if name.startswith("training/filter_groups")]
 
@@ -116,8 +117,8 @@ def test_further_prompts_are_drawn_until_enough_tell_something() -> None:
     batch, metrics = sample(run)
     assert [row.row_index for row in batch.prompts] == [1, 3]
     assert batch.rollouts.group_ids.tolist() == [0, 0, 1, 1]
-    assert batch.scored.scores.tolist() == [0, 1, 1, 0]
-    assert batch.scored.extras["length"] == [1, 2, 1, 2]
+    assert batch.scores.tolist() == [0, 1, 1, 0]
+    assert batch.extras["length"] == [1, 2, 1, 2]
     assert batch.rollouts.tokens.responses[:, 0].tolist() == [1, 1, 3, 3]
     assert batch.rollouts.tokens.prompt_lengths.tolist() == [2, 2, 1, 1]
     assert run.prompts.drawn == 4
@@ -180,8 +181,8 @@ def test_remax_asks_once_per_prompt_for_a_greedy_response() -> None:
     run = make_run("algorithm.adv_estimator=remax")
     batch, metrics = sample(run)
     assert run.engines.calls == [(4, 1.0), (2, 0.0)]
-    assert batch.greedy_scores is not None
-    assert batch.greedy_scores.tolist() == [GREEDY_SCORE] * 4
+    assert batch.reward_baselines is not None
+    assert batch.reward_baselines.tolist() == [GREEDY_SCORE] * 4
     assert metrics["critic/reward_baselines/mean"] == GREEDY_SCORE
     assert "timing_s/gen_max" in metrics
 
@@ -197,9 +198,9 @@ def test_the_overlong_penalty_is_part_of_the_score_and_of_nothing_else() -> None
     section = "reward.reward_kwargs.overlong_buffer_cfg"
     run = make_run(f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3", f"{section}.log=True")
     batch, metrics = sample(run)
-    assert batch.scored.scores.tolist() == [1, 0.5, 0, 0.5]
-    assert batch.scored.extras["acc"] == [1, 1, 0, 1]
-    assert batch.scored.extras["overlong_reward"] == [0, -0.5, 0, -0.5]
-    assert batch.scored.extras["overlong"] == [False, True, False, True]
+    assert batch.scores.tolist() == [1, 0.5, 0, 0.5]
+    assert batch.extras["acc"] == [1, 1, 0, 1]
+    assert batch.extras["overlong_reward"] == [0, -0.5, 0, -0.5]
+    assert batch.extras["overlong"] == [False, True, False, True]
     assert metrics["response_length/overlong_ratio"] == 0.5
     assert metrics["critic/overlong_reward/min"] == -0.5
