@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from real_steps import RealRun
 
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.driver import weights
-from verl_rc.driver.run import Run
 from verl_rc.driver.sample import as_rollouts
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.micro_batch_limits import log_prob_limit
 from verl_rc.rollout.agent_loop import AgentLoop
@@ -23,7 +24,7 @@ VERSION = 1000
 class RecordingEngines:
     """The run's engines; what goes in and out is kept."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Services) -> None:
         self._engines = run.engines
         self.turns: list[tuple[list[GenerationRequest], Completions]] = []
 
@@ -38,9 +39,9 @@ def every_turn_calls(text: str) -> list[Any]:
     return [ToolCall("calculator", {"expression": f"{len(text)}+1"})]
 
 
-def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_computes(faulty_run: Run) -> None:
-    run, engines = faulty_run, RecordingEngines(faulty_run)
-    weights.publish(run, VERSION, StepRecord())
+def test_sampled_tokens_reach_the_trainer_unchanged_and_with_the_log_probs_it_computes(faulty_run: RealRun) -> None:
+    run, engines = faulty_run.services, RecordingEngines(faulty_run.services)
+    weights.publish(run, faulty_run.state, VERSION, StepRecord())
     config = MultiTurnConfig(enable=True, tools=["calculator"], format="tag", max_assistant_turns=3)
     loop = AgentLoop(run.tokenizer, config, {})
     loop._parse = every_turn_calls

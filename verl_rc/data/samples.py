@@ -42,7 +42,9 @@ class Samples:
                     f"Samples.{name} must be torch.float32 of shape {[rows, 'K'][:dimensions]}, "
                     f"got {value.dtype} of shape {list(value.shape)}."
                 )
-        columns = {"texts": self.texts or [None] * rows, **{f"extras[{name!r}]": column for name, column in self.extras.items()}}
+        columns: dict[str, Sequence[object]] = {f"extras[{name!r}]": column for name, column in self.extras.items()}
+        if self.texts:
+            columns["texts"] = self.texts
         for name, column in columns.items():
             if len(column) != rows:
                 raise ValueError(f"Samples.{name} must have one value for each of {rows} rows, got {len(column)}.")

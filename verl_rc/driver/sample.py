@@ -9,14 +9,15 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.data.batches import Completions, RolloutBatch, Timed, unpadded
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
-from verl_rc.driver.run import Run
 from verl_rc.driver.scoring import reward_metrics
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.group_filter import informative_groups
 from verl_rc.rewards.overlong import overlong_penalty
@@ -24,19 +25,21 @@ from verl_rc.rollout.collect import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
-def sample_batch(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> Samples:
+def sample_batch(
+    services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord
+) -> Samples:
     """Responses to ``prompts`` and their scores; the engines sleep afterwards.
 
     With ``algorithm.filter_groups`` only prompts stay whose samples differ in their scores, and further ones are drawn until
     there are ``data.train_batch_size`` of them.
     """
-    sampler = _Sampler(run, step, record)
-    filtered = run.config.algorithm.filter_groups.enable
+    sampler = _Sampler(services, state, record)
+    filtered = services.config.algorithm.filter_groups.enable
     batch = _informative_batch(sampler, prompts, epoch) if filtered else sampler.sample(prompts, epoch)
-    if run.config.algorithm.adv_estimator == "remax":
+    if services.config.algorithm.adv_estimator == "remax":
         batch = replace(batch, reward_baselines=sampler.greedy_scores(batch))
-    if run.config.algorithm.gdpo_reward_keys is not None:
-        batch = replace(batch, component_scores=_component_scores(batch, run.config.algorithm.gdpo_reward_keys, record))
+    if services.config.algorithm.gdpo_reward_keys is not None:
+        batch = replace(batch, component_scores=_component_scores(batch, services.config.algorithm.gdpo_reward_keys, record))
     sampler.finish(batch)
     return batch
 
@@ -44,29 +47,31 @@ def sample_batch(run: Run, prompts: list[PromptRow], step: int, epoch: int, reco
 class _Sampler:
     """Generates and scores for one step, and counts what that takes."""
 
-    def __init__(self, run: Run, step: int, record: StepRecord) -> None:
-        self.run, self.step, self.record = run, step, record
+    def __init__(self, services: Services, state: RunState, record: StepRecord) -> None:
+        self.services, self.state, self.record = services, state, record
         self._response_tokens = 0
         self._busy_seconds = 0.0
 
     def sample(self, prompts: list[PromptRow], epoch: int) -> Samples:
         """``rollout.n`` responses per prompt, with their scores."""
-        answer = generate(self.run, prompts, self.step, epoch, self.record)
+        answer = generate(self.services, self.state, prompts, epoch, self.record)
         self._response_tokens += int(torch.count_nonzero(answer.result.response_mask))
         self._busy_seconds += answer.busy_seconds
         return self._scored(prompts, answer.result)
 
     def greedy_scores(self, batch: Samples) -> Tensor:
         """One greedy response per prompt; its score for each row of the prompt, float32 ``[B]``."""
-        run, record = self.run, self.record
-        sampling = SamplingOptions.for_training(run.config.actor_rollout_ref.rollout, run.stop_token_ids)
+        services, record = self.services, self.record
+        sampling = SamplingOptions.for_training(services.config.actor_rollout_ref.rollout, services.stop_token_ids)
         requests = [GenerationRequest(row.prompt_token_ids, seed=0) for row in batch.prompts]
         with record.stage("gen_max"):
-            answer = weights.generate(run, requests, replace(sampling, temperature=0.0), self.step - 1, record)
+            answer = weights.generate(
+                services, self.state, requests, replace(sampling, temperature=0.0), self.state.step, record
+            )
         record.add_busy("gen_max", answer.busy_seconds)
         record.ledger.sampled(sampled_tokens(answer.result))
         record.ledger.book({"baseline": sampled_tokens(answer.result)})
-        greedy = as_rollouts(run, requests, answer.result)
+        greedy = as_rollouts(services, requests, answer.result)
         scores = self._scored(batch.prompts, greedy).scores
         record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
         return scores[batch.rollouts.group_ids]
@@ -75,11 +80,11 @@ class _Sampler:
         """Put the engines to sleep and report."""
         self.record.ledger.book_prompts({"in_batch": len(batch.prompts)})
         with self.record.stage("gen"), suppress(EnginesLostError):  # its samples are here; the next weight update replaces it
-            self.run.engines.sleep()
+            self.services.engines.sleep()
         self.record.add({"perf/rollout_tokens_per_second": self._response_tokens / self._busy_seconds})
         lengths = batch.rollouts.tokens.sequence_lengths
-        self.record.count_tokens(self._response_tokens, int(lengths.sum()), self.run.config.num_devices)
-        if self.run.config.reward.reward_kwargs.overlong_buffer_cfg.enable:
+        self.record.count_tokens(self._response_tokens, int(lengths.sum()), self.services.config.num_devices)
+        if self.services.config.reward.reward_kwargs.overlong_buffer_cfg.enable:
             penalties = self._overlong_penalties(batch.rollouts).double()
             spread = {"mean": penalties.mean(), "min": penalties.min(), "max": penalties.max()}
             self.record.add({f"critic/overlong_reward/{name}": float(value) for name, value in spread.items()})
@@ -87,8 +92,8 @@ class _Sampler:
 
     def _scored(self, prompts: list[PromptRow], rollouts: RolloutBatch) -> Samples:
         """With the reward function's scores, less the overlong penalty."""
-        samples = score(self.run, prompts, rollouts, self.record)
-        buffer = self.run.config.reward.reward_kwargs.overlong_buffer_cfg
+        samples = score(self.services, prompts, rollouts, self.record)
+        buffer = self.services.config.reward.reward_kwargs.overlong_buffer_cfg
         if not buffer.enable:
             return samples
         penalties = self._overlong_penalties(rollouts)
@@ -98,7 +103,7 @@ class _Sampler:
         return replace(samples, scores=samples.scores + penalties, extras=extras, unpenalised=samples.scores)
 
     def _overlong_penalties(self, rollouts: RolloutBatch) -> Tensor:
-        kwargs = self.run.config.reward.reward_kwargs
+        kwargs = self.services.config.reward.reward_kwargs
         buffer = kwargs.overlong_buffer_cfg
         assert buffer.len is not None
         assert kwargs.max_resp_len is not None
@@ -111,21 +116,22 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
     Prompts that were drawn are used up: those filtered out, and those beyond the batch size, which are counted and come again in
     the next epoch. Raises ``ValueError`` when ``max_num_gen_batches`` do not give enough.
     """
-    run, wanted = sampler.run, sampler.run.config.data.train_batch_size
-    groups = run.config.algorithm.filter_groups
+    services, wanted = sampler.services, sampler.services.config.data.train_batch_size
+    groups = services.config.algorithm.filter_groups
     drawn = [sampler.sample(prompts, epoch)]
     kept = [_informative_part(drawn[0], groups.metric)]
     while (found := sum(len(part.prompts) for part in kept)) < wanted:
         if len(drawn) == groups.max_num_gen_batches:
             raise ValueError(
-                f"step {sampler.step} needs data.train_batch_size={wanted} prompts whose samples differ in {groups.metric}, but "
-                f"algorithm.filter_groups.max_num_gen_batches={len(drawn)} batches of {run.config.data.prompts_per_draw} prompts "
-                f"gave {found}. The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
+                f"step {sampler.state.step + 1} needs data.train_batch_size={wanted} prompts whose samples differ in "
+                f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={len(drawn)} batches of "
+                f"{services.config.data.prompts_per_draw} prompts gave {found}. The prompts may be too easy or too hard; raise "
+                "the limit (0: none), or data.gen_batch_size."
             )
-        epoch, further = run.prompts.draw()
+        epoch, further = services.prompts.draw()
         drawn.append(sampler.sample(further, epoch))
         kept.append(_informative_part(drawn[-1], groups.metric))
-    samples = run.config.actor_rollout_ref.rollout.n
+    samples = services.config.actor_rollout_ref.rollout.n
     num_drawn = sum(len(part.prompts) for part in drawn)
     scores = torch.cat([part.scores for part in drawn]).double()
     sampler.record.add(
@@ -137,7 +143,7 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
             "training/filter_groups/sampled_score_mean": float(scores.mean()),
         }
     )
-    informative = Samples.joined([part for part in kept if part.prompts], run.tokenizer.pad_token_id)
+    informative = Samples.joined([part for part in kept if part.prompts], services.tokenizer.pad_token_id)
     batch = informative.of_prompts(range(wanted))
     tokens_found = informative.num_tokens
     tokens_filtered = sum(part.num_tokens for part in drawn) - tokens_found
@@ -176,10 +182,12 @@ def _numbers(samples: Samples, name: str, key: str) -> list[float]:
     return numbers
 
 
-def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> Timed[RolloutBatch]:
+def generate(
+    services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord
+) -> Timed[RolloutBatch]:
     """Sample ``rollout.n`` responses per prompt; rows of one prompt are adjacent."""
-    rollout = run.config.actor_rollout_ref.rollout
-    identity = {"seed": run.config.trainer.seed, "step": step, "epoch": epoch}
+    rollout = services.config.actor_rollout_ref.rollout
+    identity = {"seed": services.config.trainer.seed, "step": state.step + 1, "epoch": epoch}
     requests = [
         GenerationRequest(row.prompt_token_ids, request_seed({**identity, "row": row.row_index, "sample": sample}))
         for row in prompts
@@ -187,11 +195,11 @@ def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: 
     ]
     groups = [index for index in range(len(prompts)) for _ in range(rollout.n)]
     with record.stage("gen"):
-        options = SamplingOptions.for_training(rollout, run.stop_token_ids)
-        answer = weights.generate(run, requests, options, step - 1, record)
-        rollouts = as_rollouts(run, requests, answer.result, groups)
+        options = SamplingOptions.for_training(rollout, services.stop_token_ids)
+        answer = weights.generate(services, state, requests, options, state.step, record)
+        rollouts = as_rollouts(services, requests, answer.result, groups)
         record.ledger.sampled(sampled_tokens(answer.result), prompts=len(prompts))
-        check_versions(rollouts, expected_version=step - 1)
+        check_versions(rollouts, expected_version=state.step)
         record.add_busy("gen", answer.busy_seconds)
     return Timed(rollouts, answer.busy_seconds)
 
@@ -203,19 +211,19 @@ def sampled_tokens(completions: Completions) -> int:
 
 
 def as_rollouts(
-    run: Run, requests: list[GenerationRequest], completions: Completions, group_ids: Sequence[int] | None = None
+    services: Services, requests: list[GenerationRequest], completions: Completions, group_ids: Sequence[int] | None = None
 ) -> RolloutBatch:
     """Requests and their completions as one batch; without ``group_ids`` each is a prompt of its own."""
     prompts = [request.prompt_token_ids for request in requests]
     ids = range(len(requests)) if group_ids is None else group_ids
-    return build_rollout_batch(prompts, ids, completions, pad_token_id=run.tokenizer.pad_token_id)
+    return build_rollout_batch(prompts, ids, completions, pad_token_id=services.tokenizer.pad_token_id)
 
 
-def score(run: Run, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> Samples:
+def score(services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> Samples:
     """Decode every response and have it scored."""
     with record.stage("reward"):
-        texts = decode(run, rollouts)
-        outputs = run.scorer.score([prompts[group] for group in rollouts.group_ids.tolist()], texts)
+        texts = decode(services, rollouts)
+        outputs = services.scorer.score([prompts[group] for group in rollouts.group_ids.tolist()], texts)
     record.add_records(reward_metrics(outputs))
     names = sorted({name for output in outputs for name in output.extras})
     extras = {name: [output.extras.get(name) for output in outputs] for name in names}
@@ -223,8 +231,8 @@ def score(run: Run, prompts: list[PromptRow], rollouts: RolloutBatch, record: St
     return Samples(rollouts, scores, prompts=prompts, texts=texts, extras=extras)
 
 
-def decode(run: Run, rollouts: RolloutBatch) -> list[str]:
+def decode(services: Services, rollouts: RolloutBatch) -> list[str]:
     """Response texts without special tokens."""
     rows = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)
-    texts: list[str] = run.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    texts: list[str] = services.tokenizer.batch_decode(rows, skip_special_tokens=True)
     return texts

@@ -31,8 +31,8 @@ class StepTokens:
 class StepRecord:
     """Collects a step's measurements; stages write, the loop reads once at the end."""
 
-    def __init__(self) -> None:
-        """Start the clock of the step."""
+    def __init__(self, engines_replaced: int = 0) -> None:
+        """Start the clock of the step; ``engines_replaced`` were replaced in it already."""
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._busy: dict[str, float] = defaultdict(float)
@@ -41,7 +41,7 @@ class StepRecord:
         self._tokens: StepTokens | None = None
         self.ledger = Ledger()
         """What became of every token sampled for training."""
-        self.engines_replaced = 0
+        self.engines_replaced = engines_replaced
         """Engines that were lost in the step and replaced."""
         self.requests_reissued = 0
         """Requests that an engine was lost with and another answered."""

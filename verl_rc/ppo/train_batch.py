@@ -8,7 +8,7 @@ from torch import Tensor
 from verl_rc.advantage import apply_kl_in_reward, compute_advantages
 from verl_rc.config.algorithm import TOKEN_BASELINE_ESTIMATORS, AlgorithmConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionResult, compute_rollout_correction
+from verl_rc.correction import CorrectionResult, CorrectionStatistics, compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.data.samples import Samples
 from verl_rc.ppo.control import Control
@@ -26,6 +26,11 @@ class ScoredStep:
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
     reward_kl: float | None
     """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats; None: no penalty."""
+
+    @property
+    def statistics(self) -> CorrectionStatistics | None:
+        """Of the correction; None in bypass mode."""
+        return None if self.correction is None else self.correction.statistics
 
 
 def build_train_batch(

@@ -22,7 +22,7 @@ from verl_rc.data.samples import Samples
 from verl_rc.losses import Aggregation
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.objective import policy_objective
-from verl_rc.ppo.skipped_updates import SkippedUpdateGuard, TooManySkippedUpdatesError
+from verl_rc.ppo.skipped_updates import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -267,10 +267,10 @@ def test_metrics_only_options_change_metrics_and_nothing_else(one: Fields, other
 
 def test_run_control_decides_when_a_run_stops() -> None:
     for limit in (2, 3):
-        guard = SkippedUpdateGuard(RolloutCorrectionConfig(max_skipped_updates=limit).max_skipped_updates)
-        guard.observe([0] * (limit - 1))
+        configured = RolloutCorrectionConfig(max_skipped_updates=limit).max_skipped_updates
+        in_a_row = count_skipped_updates(0, [0] * (limit - 1), configured)
         with pytest.raises(TooManySkippedUpdatesError):
-            guard.observe([0])
+            count_skipped_updates(in_a_row, [0], configured)
     metrics = {"rollout_corr/nonfinite_token_fraction": 0.02}
     require_finite(metrics, RolloutCorrectionConfig(nonfinite_stop_fraction=0.03))
     with pytest.raises(NonFiniteLogProbError):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches_of_ones import ones_rollouts
 
+from verl_rc.checkpoint import RunState
 from verl_rc.config.rollout import ValKwargsConfig
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.dataset import PromptRow
@@ -86,7 +87,7 @@ def scripted_run(samples, prompts=3, **changes):
 
 def metrics_of(run, step=0):
     record = StepRecord()
-    accuracy = validate(run, record, step)
+    accuracy = validate(run, RunState(), record, step)
     return accuracy, {name: value for name, value in record.metrics().items() if name.startswith("val-")}
 
 

@@ -5,11 +5,12 @@ from typing import Any, cast
 
 import pytest
 
+from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.remote import ProcessLostError, RemoteError
 from verl_rc.data.batches import Timed
 from verl_rc.driver import recovery, weights
-from verl_rc.driver.run import Run
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
@@ -58,11 +59,11 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(recovery, "wait_for_all", lambda pending, timeout: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
-    monkeypatch.setattr(weights, "check_canary", lambda run, version, record: run.engines.done.append(("canary", version)))
+    monkeypatch.setattr(weights, "judge_canary", lambda run, limit, version, record: run.engines.done.append(("canary", version)))
     return Machine()
 
 
-def run_on(machine: Machine, limit: int) -> Run:
+def run_on(machine: Machine, limit: int) -> Services:
     rollout = SimpleNamespace(max_engine_replacements=limit, sync_proof=SimpleNamespace(canary_freq=0))
     run = SimpleNamespace(
         config=SimpleNamespace(
@@ -73,12 +74,12 @@ def run_on(machine: Machine, limit: int) -> Run:
         agent_loop=None,
         manifest=SimpleNamespace(num_bytes=1, tensors=()),
     )
-    return cast(Run, run)
+    return cast(Services, run)
 
 
 def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine) -> None:
     record = StepRecord()
-    answer = weights.generate(run_on(machine, limit=3), [GenerationRequest([1], 0)] * 8, OPTIONS, 4, record)
+    answer = weights.generate(run_on(machine, limit=3), RunState(), [GenerationRequest([1], 0)] * 8, OPTIONS, 4, record)
     assert answer.busy_seconds == 2.0
     assert machine.done == [
         ("replace", [1]), "open", "sleep", "weights", ("deliver", 4), "kv_cache", ("canary", 4)
@@ -91,7 +92,7 @@ def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine
 def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) -> None:
     machine.losses = [loss(0), loss(0, 1)]
     record = StepRecord()
-    weights.publish(run_on(machine, limit=3), 5, record)
+    weights.publish(run_on(machine, limit=3), RunState(), 5, record)
     assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
         ("deliver", 5), ("replace", [0]), ("deliver", 5), ("replace", [0, 1]), ("deliver", 5), ("canary", 5)
     ]  # fmt: skip
@@ -103,5 +104,5 @@ def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine, li
     machine.losses = [loss(0)] * 4
     expected = rf"max_engine_replacements={limit} .*but {limit + 1} were lost, the last: rollout engine 0 died"
     with pytest.raises(RemoteError, match=expected):
-        weights.publish(run_on(machine, limit), 5, StepRecord())
+        weights.publish(run_on(machine, limit), RunState(), 5, StepRecord())
     assert [step for step in machine.done if step[0] == "replace"] == [("replace", [0])] * limit

@@ -9,11 +9,12 @@ import pytest
 import torch
 from small_models import small_run_config
 
+from verl_rc.checkpoint import RunState
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
-from verl_rc.driver.run import Run
 from verl_rc.driver.sample import sample_batch
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import LedgerError
 from verl_rc.rewards import RewardOutput
@@ -98,7 +99,7 @@ def make_run(*overrides: str) -> Any:
 
 def sample(run: Any) -> tuple[Samples, dict[str, float]]:
     record = StepRecord()
-    batch = sample_batch(cast(Run, run), [prompt(0), prompt(1)], step=1, epoch=0, record=record)
+    batch = sample_batch(cast(Services, run), RunState(), [prompt(0), prompt(1)], epoch=0, record=record)
     assert run.engines.asleep
     return batch, record.metrics()
 
@@ -137,7 +138,7 @@ def test_what_is_left_over_is_dropped_and_counted() -> None:
     run = make_run(FILTER, "data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "data.gen_batch_size=2")
     run.prompts.drawn = 4
     record = StepRecord()
-    batch = sample_batch(cast(Run, run), [prompt(5), prompt(6)], step=1, epoch=0, record=record)
+    batch = sample_batch(cast(Services, run), RunState(), [prompt(5), prompt(6)], epoch=0, record=record)
     assert [row.row_index for row in batch.prompts] == [5]
     assert record.metrics()["training/filter_groups/discarded_surplus_samples"] == 2
     with pytest.raises(LedgerError, match="of the step's 6 sampled tokens"):  # the batch of 3 is not trained on yet

@@ -1,6 +1,5 @@
-"""Everything a run consists of once it is set up."""
+"""The parts of a run that stay what they are while it lasts; what changes from step to step is ``RunState``."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,14 @@ from verl_rc.data.prompt_stream import PromptStream
 from verl_rc.driver.interruption import StopRequest
 from verl_rc.driver.scoring import ResponseScorer
 from verl_rc.metrics.sinks import Tracker
-from verl_rc.ppo.control import Control
-from verl_rc.ppo.nonfinite_updates import NonFiniteUpdateGuard
-from verl_rc.ppo.reward_watch import RewardWatch
-from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.rollout.agent_loop import AgentLoop
 from verl_rc.weight_sync.manifest import Manifest
-from verl_rc.weight_sync.proof import GapMonitor
-
-
-@dataclass
-class Progress:
-    """How far a run is: what changes from step to step beside models, loader and monitors."""
-
-    step: int
-    """Training steps done."""
-    control: Control
-    """Weight of the KL penalty and rejection threshold in force."""
+from verl_rc.weight_sync.proof import GapLimit
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run's parts. The stages take it whole; nothing in it is replaced while the run lasts."""
+class Services:
+    """What the stages of the loop work with: handles on processes and files, the configuration, and what follows from it."""
 
     config: RunConfig
     folder: Path
@@ -46,7 +31,6 @@ class Run:
     """Training prompts, batch by batch."""
     validation_rows: list[PromptRow]
     scorer: ResponseScorer
-    progress: Progress
     actor: ActorGroup
     critic: CriticGroup | None
     """None: nothing needs values."""
@@ -59,16 +43,8 @@ class Run:
     """How weights get from the actor to the engines."""
     checkpoints: CheckpointStore
     manifest: Manifest
-    gap_monitor: GapMonitor
-    """Watches the gap of every step's own rollouts."""
-    canary_monitor: GapMonitor
-    """Watches the gap of generated canary tokens."""
-    skipped_updates: SkippedUpdateGuard
-    """Stops the run when rejection leaves nothing to train on."""
-    nonfinite_updates: NonFiniteUpdateGuard
-    """Stops the run when gradients stay NaN or infinite."""
-    reward_watch: RewardWatch
-    """Notices that rewards collapse."""
+    gap_limit: GapLimit
+    """How far log-probs of trainer and engine may differ, on a step's own rollouts and on canary tokens."""
     stop: StopRequest
     """Whether the scheduler asked the run to end."""
     tracker: Tracker
@@ -77,13 +53,6 @@ class Run:
     """Tokens of prompt and response that an engine holds."""
     block_size: int
     """Tokens of one block of the engines' key-value cache."""
-
-    def training_batches(self) -> Iterator[tuple[int, int, list[PromptRow]]]:
-        """``(step, epoch, prompts)`` from the step after the last one done to ``total_steps``."""
-        while self.progress.step < self.total_steps:
-            epoch, rows = self.prompts.draw()
-            yield self.progress.step + 1, epoch, rows
-            self.progress.step += 1
 
     def is_due(self, frequency: int, step: int) -> bool:
         """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens now."""
