@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from listening_sockets import family, listening
-from real_steps import open_faulty_run
+from real_steps import RealRun, open_faulty_run
 from small_runs import ROOT, make_task
 
 from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.trainer import RayInitConfig
-from verl_rc.driver.run import Run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,7 +57,7 @@ def ray_here() -> Iterator[set[tuple[str, str]]]:
 
 
 @pytest.fixture(scope="session")
-def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
     """A real run whose workers can be told to go wrong; each test leaves it healthy."""
     import ray
 
