@@ -48,10 +48,10 @@ def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
 def _add_with_configuration(
     subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str
 ) -> argparse.ArgumentParser:
-    """A subcommand that takes a recipe, and what verl_rc.main_ppo takes, ``--config-name`` and ``--config-dir`` included."""
+    """A subcommand that takes a recipe, and what verl_rc.main_ppo takes: choices of groups, keys, and where its files are."""
     # With no character that starts an option, argparse leaves all arguments to the loader.
     parser = subcommands.add_parser(name, help=summary, prefix_chars="\0", add_help=False)
-    parser.add_argument("arguments", metavar="[RECIPE.sh] KEY=VALUE", nargs="*")
+    parser.add_argument("arguments", metavar="[RECIPE.sh] GROUP=CHOICE KEY=VALUE", nargs="*")
     return parser
 
 
@@ -151,7 +151,8 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
-    sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] KEY=VALUE ...   (as recipes and python -m verl_rc.main_ppo do)\n")
+    sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]\n")
+    sys.stdout.write("as python -m verl_rc.main_ppo, whose --help lists the groups\n")
     return 0 if arguments else USER_ERROR
 
 

@@ -345,6 +345,25 @@ def test_the_resolved_configuration_loads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        "harware=cpu", "hardware=gpu", "task=digits task=math", "--config-dir=nowhere", "--config-dir=.", "--cfg=none",
+        "-m hardware=cpu,gpu task=digits", "--info --cfg=job", "task=digits hardware=cpu data.train_batch_size=7",
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        runs_of(monkeypatch, *arguments.split())
+    printed = capsys.readouterr()
+    assert (raised.value.code, printed.out) == (2, "")
+    assert re.fullmatch(r"configuration error:\n[^\n]+[.?]\n", printed.err), printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [(["data.train_bach_size=8"], "the nearest is data.train_batch_size"), (VALID, "must name existing files")],
 )
