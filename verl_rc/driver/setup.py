@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from verl_rc.advantage import resolve_advantage_estimator
 from verl_rc.checkpoint import RunState
@@ -40,11 +41,13 @@ from verl_rc.report.explain import plan_text, write_plan
 from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
 from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.weight_sync.proof import GapLimit, engine_precision
+from verl_rc.workers.host import usable_cores
 
 
 @contextmanager
 def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[Services, RunState]]:
     """Set a run up, or go on with one, and take it down again, also after an error."""
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # PyTorch knows no CPU limits of containers
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
     store, resumed, state = checkpoints.choose(config, folder)
