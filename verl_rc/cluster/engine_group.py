@@ -114,10 +114,6 @@ class EngineGroup:
         facts: dict[str, Any] = wait_for_all([self._engines[0].call("describe")])[0]
         return facts
 
-    def block_size(self) -> int:
-        """Tokens of one block of the key-value cache: the shortest prefix that can be cached."""
-        return int(self.describe()["block_size"])
-
     def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> dict[int, Pending]:
         """Join the weight-transfer group behind the sender, who is rank 0."""
         return {

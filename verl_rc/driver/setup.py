@@ -1,6 +1,6 @@
 """From a configuration to a run that is ready: processes start first, everything else happens while they load."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,7 +37,7 @@ from verl_rc.driver.services import Services
 from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.ppo.choices import policy_loss_name
-from verl_rc.report.explain import plan_text, write_plan
+from verl_rc.report.explain import add_to_plan, plan_text, write_plan
 from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
 from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.weight_sync.proof import GapLimit, engine_precision
@@ -89,6 +89,8 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
         with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
             wait_for_all(building_engines, config.trainer.ready_timeout_seconds)
+        engine = engines.describe()
+        _add_measurements(folder, engine)
         with announced("the transport of weights"):
             transport = open_transport(actor, engines, placement, config)
         tracker = open_tracker(
@@ -123,7 +125,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
             tracker=tracker,
             total_steps=total_steps,
             max_model_len=max_model_length(config),
-            block_size=engines.block_size(),
+            block_size=int(engine["block_size"]),
         )
         yield services, state
 
@@ -135,6 +137,13 @@ def _show_plan(config: RunConfig, folder: Path) -> None:
     say("%s", plan_text(config))
     for key, path in foreign_code(config).items():
         say("%s=True: Python code that comes with %s runs with your rights", key, path)
+
+
+def _add_measurements(folder: Path, engine: Mapping[str, Any]) -> None:
+    """What the engine measured on this machine, in the log and in the plan."""
+    if engine["fp8_products"] is not None:
+        say("fp8 products on this CPU: %s", engine["fp8_products"])
+        add_to_plan(folder, "Measured when the engine started", f"fp8 products: {engine['fp8_products']}")
 
 
 def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:
