@@ -43,6 +43,18 @@ _KNOWN = set(known_keys(RunConfig)) | {"algorithm.rollout_correction.preset"}
 _KNOWN_SFT = set(known_keys(SftConfig))
 
 
+_GROUPS = {
+    folder.name: {path.stem for path in folder.glob("*.yaml")} for folder in (ROOT / "configs").iterdir() if folder.is_dir()
+}
+_GROUPS["correction"] = set(PRESETS)
+
+
+def is_group_choice(word):
+    """``task=digits``: a choice of a configuration group."""
+    group, _, choice = word.partition("=")
+    return choice in _GROUPS.get(group, ())
+
+
 def is_key(key, known=frozenset(_KNOWN)):
     """A leaf, a section, or something below a mapping that takes any key."""
     return key in known or any(name.startswith(f"{key}.") for name in known) or key.startswith(_FREE)
@@ -129,7 +141,8 @@ def _mistake_in_python(arguments):
 
 
 def _mistake_in_overrides(overrides, known):
-    wrong = [word for word in overrides if not word.startswith("-") and not is_key(word.split("=")[0].lstrip("+"), known)]
+    overrides = [word for word in overrides if not word.startswith("-") and not is_group_choice(word)]
+    wrong = [word for word in overrides if not is_key(word.split("=")[0].lstrip("+"), known)]
     return f"{wrong[0]} is no override" if wrong else None
 
 
@@ -285,6 +298,9 @@ def test_a_preset_that_does_not_exist_is_found():
         ("bash scripts/cluster/submit.sh recipes/ghost", "does not exist"),
         ("python -m verl_rc.ghost", "does not exist"),
         ("python -m verl_rc.main_ppo trainer.ghost=1", "no override"),
+        ("python -m verl_rc.main_ppo task=digits correction=tis", None),
+        ("python -m verl_rc.main_ppo task=ghost", "no override"),
+        ("python -m verl_rc.main_ppo correction=ghost", "no override"),
         ("python -m verl_rc.main_sft data.ghost=1", "no override"),
         ("python scripts/prepare_data/math_dataset.py --ghost x", "has no option --ghost"),
         ("verl-rc ghost", "would refuse"),
