@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import version
@@ -52,6 +53,8 @@ class Composer:
         self.hydra = Hydra(task_name=self.primary, config_loader=self.loader)
         self._has_groups = has_groups
         self._names_files = bool(given.config_name or given.config_path or given.config_dir)
+        if has_groups and given.config_name and any(map(self.is_group, given.overrides)):
+            self.primary = self._run_file_with_groups()
 
     def is_group(self, override: str) -> bool:
         """Whether an override chooses a file of a group; all others set keys."""
@@ -75,17 +78,23 @@ class Composer:
             if times > 1:
                 given = " and ".join(override for override in overrides if _key_of(override) == group)
                 raise ConfigError(f"the group {group} must be given once, got {given}; drop one, or set single keys over it.")
-        listed = self._listed_groups()
-        if self._has_groups and "task" not in listed:
-            # The run file has no place for the groups: put them over it, because the command line wins over files.
-            ConfigStore.instance().store(name=_WITH_GROUPS, node={"defaults": [self.primary, _PPO, "_self_"]})
-            self.primary = _WITH_GROUPS
-            listed = self._listed_groups()
+        listed = self._listed_groups(self.primary)
         return [self._prepare_group(override, listed) for override in OverridesParser.create().parse_overrides([*overrides])]
 
-    def _listed_groups(self) -> Container[str]:
-        """The groups for which the defaults list has a place."""
-        return self.loader.compute_defaults_list(self.primary, [], RunMode.RUN).overrides.known_choices
+    def _listed_groups(self, primary: str) -> list[str]:
+        """The groups for which the defaults list of a primary configuration has a place, in its order."""
+        from_last_to_first = self.loader.compute_defaults_list(primary, [], RunMode.RUN).overrides.known_choices
+        return [*reversed(from_last_to_first)]
+
+    def _run_file_with_groups(self) -> str:
+        """A primary configuration of the run file and, over it, the package's groups that it has no place for.
+
+        Over it, because the command line, which chooses from them, wins over files.
+        """
+        listed = self._listed_groups(self.primary)
+        missing: list[Any] = [{group: None} for group in self._listed_groups(_PPO) if group not in listed]
+        ConfigStore.instance().store(name=_WITH_GROUPS, node={"defaults": [self.primary, *missing, "_self_"]})
+        return _WITH_GROUPS
 
     def _prepare_group(self, override: Override, listed: Container[str]) -> str:
         key, text = _key_of(str(override.input_line)), str(override.input_line).lstrip("+")

@@ -12,7 +12,7 @@ from verl_rc.config.rollout_correction import PRESETS
 
 
 def composed(*of_files: str, keys: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> dict[str, object]:
-    composer = Composer(parse(options), has_groups=True)
+    composer = Composer(parse([*options, *of_files]), has_groups=True)
     tree = OmegaConf.to_container(composer.compose(composer.prepare_groups(of_files), keys))
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
@@ -85,6 +85,14 @@ def test_groups_of_the_command_line_win_over_a_run_file(folder: Path) -> None:
     trainer = composed("task=digits", "hardware=cpu", "model=null", options=options)["trainer"]
     assert (trainer["seed"], trainer["test_freq"], trainer["save_freq"], trainer["nnodes"]) == (5, 20, 120, 77)  # type: ignore[index]
     assert composed(options=options) == {"trainer": {"seed": 5, "test_freq": 1}}
+
+
+def test_a_run_file_that_chooses_from_one_group_has_place_for_the_others(folder: Path) -> None:
+    (folder / "mine.yaml").write_text("defaults: [{hardware: mine}, _self_]\ntrainer: {nnodes: 9}\n")
+    options = ("--config-dir", str(folder), "--config-name=mine")
+    tree = composed("task=digits", "correction=tis", options=options)
+    assert (tree["trainer"]["device"], tree["trainer"]["nnodes"], tree["data"]["train_batch_size"]) == ("cpu", 9, 32)  # type: ignore[index]
+    assert composed("hardware=cpu", options=options)["trainer"] == {"nnodes": 9}
 
 
 def test_the_folder_that_wins_where_both_have_a_file(folder: Path) -> None:
