@@ -117,6 +117,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
             reference=reference,
             engines=engines,
             agent_loop=agent_loop,
+            placement=placement,
             transport=transport,
             checkpoints=store,
             manifest=actor.manifest(),

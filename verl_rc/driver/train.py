@@ -8,6 +8,7 @@ from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
+from verl_rc.driver.pace import Pace
 from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
@@ -32,7 +33,8 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 def train(services: Services, state: RunState) -> None:
     """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its left."""
     trainer, algorithm = services.config.trainer, services.config.algorithm
-    first = last = start(services, state)
+    first, pace = start(services, state), Pace()
+    last = first
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
@@ -61,6 +63,7 @@ def train(services: Services, state: RunState) -> None:
         state.health = stages.judge_health(services, state.health, record, step)
         state.step, state.prompts = step, services.prompts.state_dict()
         checkpoints.write(services, state, record)
+        pace = pace.observed(record.seconds, step, services.placement)
         record.log(services.tracker, step, {"training/global_step": step, "training/epoch": epoch})
         checkpoints.commit(services, step)
         services.stop.end_if_decided()
