@@ -38,6 +38,7 @@ from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.report.explain import add_to_plan, plan_text, write_plan
+from verl_rc.report.preflight_machine import refuse_too_little_memory
 from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
 from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.weight_sync.proof import GapLimit, engine_precision
@@ -50,6 +51,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # PyTorch knows no CPU limits of containers
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_too_little_memory(config)
     store, resumed, state = checkpoints.choose(config, folder)
     _find_objective(config)
     _show_plan(config, folder)

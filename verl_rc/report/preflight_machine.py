@@ -8,11 +8,16 @@ from pathlib import Path
 
 import torch
 
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.config.writable import first_existing, why_unwritable
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import (
+    DRIVER_MIB,
+    ENGINE_MIB,
     MIB,
+    RAY_MIB,
+    TRAINER_MIB,
     ModelShape,
     RoleMemory,
     checkpoint_bytes,
@@ -136,6 +141,23 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
     for moment, peak in gpu_peaks(config, roles).items():
         must = f"about {_size(peak)} must fit on one GPU"
         yield Finding.of(peak <= gpu_bytes, f"GPU in {moment}", f"about {_size(peak)} of {_size(gpu_bytes)}", must, remedy)
+
+
+def refuse_too_little_memory(config: RunConfig) -> None:
+    """Raise ``ConfigError`` when not even the libraries of all processes fit into this machine's free memory.
+
+    Linux would kill one of them in the middle of its start.
+    """
+    if config.ray_kwargs.ray_init.address is not None:
+        return
+    ranks, engines = config.num_ranks * config.num_trainer_roles, config.num_engine_devices
+    needed = (DRIVER_MIB + RAY_MIB + TRAINER_MIB * ranks + ENGINE_MIB * engines) * MIB
+    available = available_memory()
+    if available < needed:
+        raise ConfigError(
+            f"{_size(needed)} of memory must be free for the libraries of the driver, Ray, {ranks} trainer process(es) and "
+            f"{engines} engine process(es) alone, got {_size(available)}: end other programs, or take a machine with more."
+        )
 
 
 def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path) -> Iterator[Finding]:

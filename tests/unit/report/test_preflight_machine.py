@@ -4,6 +4,7 @@ import re
 import socket
 import tomllib
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from planned_runs import Given, config_of
 from small_runs import ROOT
 
+from verl_rc.config.errors import ConfigError
 from verl_rc.report import preflight_machine as machine
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import ModelShape, model_paths
@@ -96,6 +98,18 @@ def test_memory_that_is_there_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statuses(machine.check_memory(config, shapes))["host memory"] == "ok"
     monkeypatch.setattr(machine, "available_memory", lambda: 10**9)
     assert "actor.ppo_max_token_len_per_gpu" in failed(machine.check_memory(config, shapes)).remedy
+
+
+@pytest.mark.parametrize(("mebibytes", "starts"), [(1989, False), (1990, True)])
+def test_a_machine_without_memory_for_the_libraries_is_refused(
+    mebibytes: int, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # one rank and one engine: 500 + 400 + 440 + 650 MiB
+    monkeypatch.setattr(machine, "available_memory", lambda: mebibytes << 20)
+    context = nullcontext() if starts else pytest.raises(ConfigError, match=r"1.94 GiB of memory must be free.*got 1.94 GiB")
+    with context:
+        machine.refuse_too_little_memory(config_of({}))
+    machine.refuse_too_little_memory(config_of({"ray_kwargs.ray_init.address": "auto"}))
 
 
 @pytest.mark.parametrize(("gpu_bytes", "status"), [(10**11, "ok"), (10**10, "failed")])
