@@ -17,11 +17,12 @@ _RAY = {
 }
 
 # A Ray that is started here would otherwise give its workers nice 15, with which they get 3 % of a core beside one busy
-# program, and wait no longer than 30 s for its servers and 60 s for a worker, which a busy machine may take.
+# program, and wait no longer than 30 s for its servers and 60 s for a worker, which a busy machine may take. (Not much longer
+# for the raylet: if it is not there after 60 s, it has ended, see ``ray_session``.)
 _LOCAL_RAY = {
     "RAY_worker_niceness": "0",
     "RAY_gcs_server_port_wait_time_s": "120",
-    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_raylet_start_wait_time_s": "60",
     "RAY_worker_register_timeout_seconds": "300",
 }
 

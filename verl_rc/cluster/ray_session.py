@@ -14,6 +14,9 @@ from verl_rc.config.trainer import RayInitConfig
 from verl_rc.workers.host import usable_cores
 
 _OBJECT_STORE_BYTES = 512 << 20
+_ATTEMPTS = 3
+"""To start Ray here. On a busy machine its raylet ends when its agents, which are Python programs, need more than 15 s to write
+down their ports; the limit is fixed (Ray 2.60, ray-project/ray#65983). The next time their modules are in the page cache."""
 _STARTERS: list[ThreadPoolExecutor] = []
 """Threads that started Ray. The kernel kills Ray's processes when the thread that started them ends (PR_SET_PDEATHSIG), so
 each must live as long as its Ray."""
@@ -31,7 +34,7 @@ def start_ray_in_background(config: RayInitConfig, processes: int) -> "Future[No
 def start_ray(config: RayInitConfig, processes: int) -> None:
     """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``processes``.
 
-    A Ray that does not come up here in time is ended and started once more. Raises ``RayStartError``.
+    A Ray that does not come up here in time is ended and started again, twice at most. Raises ``RayStartError``.
     """
     WATCHDOG.forget_all()
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
@@ -65,7 +68,7 @@ def _connect(options: Mapping[str, Any]) -> None:
 
 
 def _start_here(options: Mapping[str, Any]) -> None:
-    for attempts_left in (1, 0):
+    for attempts_left in reversed(range(_ATTEMPTS)):
         starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-ray")
         try:
             starter.submit(_init_or_shut_down, options).result()
@@ -76,7 +79,7 @@ def _start_here(options: Mapping[str, Any]) -> None:
             if attempts_left and not isinstance(error, (ValueError, TypeError, OSError)):
                 continue
             raise RayStartError(
-                f"Ray must start on this machine, but: {_in_one_line(error)} The load average is {os.getloadavg()[0]:.0f} on "
+                f"Ray must start on this machine, but: {_in_one_line(error)}. The load average is {os.getloadavg()[0]:.0f} on "
                 f"{usable_cores()} cores: try again when other programs leave more of them, or start Ray beforehand "
                 "(ray start --head) and pass ray_kwargs.ray_init.address=auto."
             ) from error
