@@ -64,7 +64,7 @@ check lint "$bin/ruff" check .
 check types "$bin/mypy"
 check imports "$bin/lint-imports" --no-logo
 # Two processes: one takes the real runs, whose starts leave a core idle, and both the rest (tests/conftest.py).
-check pytest "$bin/python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+check pytest "$bin/python" -m pytest -n 2 --no-loadscope-reorder "$@"
 
 if ((${#failed[@]})); then
   printf '\ntest: FAILED: %s\n' "${failed[*]}"

@@ -1,9 +1,10 @@
 """Settings that every test process shares; they must be in the environment before torch, Ray or wandb load."""
 
 import os
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -22,13 +23,16 @@ from hypothesis import HealthCheck, settings  # noqa: E402  (after the environme
 settings.register_profile("verl_rc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl_rc")
 
-REAL_RUNS = [Path(__file__).parent / name for name in ("integration", "chaos")]
+REAL_RUNS = ("tests/integration/", "tests/chaos/", "tests/unit/weight_sync/")
+"""Tests that load both cores, or look for processes and shared memory that others leave behind."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who runs what where two processes share the tests (pytest-xdist): one all real runs, else whole files."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            is_real = any(folder in item.path.parents for folder in REAL_RUNS)
-            item.add_marker(pytest.mark.xdist_group("real_runs" if is_real else item.path.stem))
+class RealRunsInOneProcess(LoadScopeScheduling):
+    """Who runs what where pytest-xdist shares the tests out: one process all real runs, and each a whole file of the rest."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "real runs" if nodeid.startswith(REAL_RUNS) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return RealRunsInOneProcess(config, log)

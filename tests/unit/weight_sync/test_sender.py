@@ -12,8 +12,6 @@ from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import copy_bucket
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
-pytestmark = pytest.mark.xdist_group("real_runs")  # which lend shared memory, too
-
 
 @pytest.fixture
 def sender() -> Iterator[WeightSender]:

@@ -31,9 +31,6 @@ PARTS = [torch.tensor([1.0, -2.0, 3.5, 0.0, 1e-30, 256.0]).bfloat16(), torch.ten
 VALUES = torch.cat(PARTS).float().tolist()
 
 
-pytestmark = pytest.mark.xdist_group("real_runs")  # which lend shared memory, too
-
-
 def segments() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
