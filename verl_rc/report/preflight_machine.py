@@ -13,10 +13,8 @@ from verl_rc.config.run import RunConfig
 from verl_rc.config.writable import first_existing, why_unwritable
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import (
-    DRIVER_MIB,
     ENGINE_MIB,
     MIB,
-    RAY_MIB,
     TRAINER_MIB,
     ModelShape,
     RoleMemory,
@@ -144,19 +142,19 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
 
 
 def refuse_too_little_memory(config: RunConfig) -> None:
-    """Raise ``ConfigError`` when not even the libraries of all processes fit into this machine's free memory.
+    """Raise ``ConfigError`` when not even the libraries of trainer and engine processes fit into the memory that is left.
 
     Linux would kill one of them in the middle of its start.
     """
     if config.ray_kwargs.ray_init.address is not None:
         return
     ranks, engines = config.num_ranks * config.num_trainer_roles, config.num_engine_devices
-    needed = (DRIVER_MIB + RAY_MIB + TRAINER_MIB * ranks + ENGINE_MIB * engines) * MIB
+    needed = (TRAINER_MIB * ranks + ENGINE_MIB * engines) * MIB
     available = available_memory()
     if available < needed:
         raise ConfigError(
-            f"{_size(needed)} of memory must be free for the libraries of the driver, Ray, {ranks} trainer process(es) and "
-            f"{engines} engine process(es) alone, got {_size(available)}: end other programs, or take a machine with more."
+            f"{_size(needed)} of memory must be free for the libraries of {ranks} trainer process(es) and {engines} engine "
+            f"process(es), got {_size(available)}: end other programs, or take a machine with more."
         )
 
 
