@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from verl_rc.checkpoint import CheckpointStore, shards_problem
+from verl_rc.checkpoint import CheckpointStore, SavedRun, shards_problem
 from verl_rc.checkpoint.shard_folder import read_metadata
 
 NOT_OF_THE_TRAINING = ("timing_", "perf/", "sync/canary", "recovery/")
@@ -51,13 +52,8 @@ def differences(whole: Path, other: Path, last_step: int) -> list[str]:
         if expected.keys() != given.keys():
             found.append(f"step {step}: names of tensors")
         found += [f"step {step}: {name}" for name in expected if not torch.equal(expected[name], given[name])]
-        states = [json.loads((folder / "run_state.json").read_text()) for folder in (one, two)]
-        for key in ("step", "control", "gap_limits", "skipped_in_a_row"):
-            if states[0][key] != states[1][key]:
-                found.append(f"step {step}: {key} of the run state")
-        loaders = [torch.load(folder / "data.pt", weights_only=True) for folder in (one, two)]
-        if str(loaders[0]) != str(loaders[1]):
-            found.append(f"step {step}: state of the prompt loader")
+        states = [asdict(SavedRun.load(folder).state) for folder in (one, two)]
+        found += [f"step {step}: {key} of the run state" for key in states[0] if str(states[0][key]) != str(states[1][key])]
         samples = [(folder / "rollouts" / f"{step}.jsonl").read_bytes() for folder in (whole, other)]
         if samples[0] != samples[1]:
             found.append(f"step {step}: prompts or samples")

@@ -13,13 +13,14 @@ from verl_rc.config.checks import check_run
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.correction import require_finite
-from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, TrainBatch
+from verl_rc.data.batches import PolicyEvaluations, TokenScores, TrainBatch
+from verl_rc.data.samples import Samples
 from verl_rc.losses import Aggregation
 from verl_rc.ppo.bypass import MiniBatchCounts, correct_current, kept_counts, measure_current
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.objective import policy_objective
-from verl_rc.ppo.train_batch import ScoreDetails, ScoredStep, build_train_batch
+from verl_rc.ppo.train_batch import ScoredStep, build_train_batch
 
 ROWS, WIDTH, GROUP = 40, 7, 4
 EMPTY_ROW = 5
@@ -31,10 +32,8 @@ Given = Mapping[str, object]
 class Inputs:
     """What the driver knows before a step's updates."""
 
-    rollouts: RolloutBatch
+    samples: Samples
     evaluations: PolicyEvaluations
-    scores: Tensor
-    details: ScoreDetails
 
 
 _BASE: dict[str, Any] = {
@@ -89,8 +88,13 @@ def make_inputs() -> Inputs:
         sum_pi_squared=torch.rand(ROWS, WIDTH, generator=generator),
         batch_size=[ROWS],
     )
-    details = ScoreDetails(torch.randn(ROWS, generator=generator), torch.randn(ROWS, 2, generator=generator))
-    return Inputs(ones_rollouts(rollout, lengths, GROUP), evaluations, torch.randn(ROWS, generator=generator), details)
+    samples = Samples(
+        ones_rollouts(rollout, lengths, GROUP),
+        reward_baselines=torch.randn(ROWS, generator=generator),
+        component_scores=torch.randn(ROWS, 2, generator=generator),
+        scores=torch.randn(ROWS, generator=generator),
+    )
+    return Inputs(samples, evaluations)
 
 
 INPUTS = make_inputs()
@@ -108,8 +112,8 @@ def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
     """What the driver hands to the actor."""
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
     if algorithm.rollout_correction.bypass_mode:
-        evaluations.old_log_probs = inputs.rollouts.rollout_log_probs
-    return build_train_batch(inputs.rollouts, inputs.scores, evaluations, algorithm, Control.of(algorithm), inputs.details)
+        evaluations.old_log_probs = inputs.samples.rollouts.rollout_log_probs
+    return build_train_batch(inputs.samples, evaluations, algorithm, Control.of(algorithm))
 
 
 def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: bool = False) -> Tensor:

@@ -1,29 +1,38 @@
 """Single steps of the real loop in a run whose workers can be told to go wrong."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
 
-from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.checkpoint import RunState
+from verl_rc.cluster.engine_group import EngineGroup, OnLoss
 from verl_rc.cluster.ray_session import start_ray_in_background
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.cluster.trainer_groups import ActorGroup
 from verl_rc.config.load import load_run_config
-from verl_rc.data.batches import Completions
+from verl_rc.data.batches import Completions, Timed
 from verl_rc.driver import train
-from verl_rc.driver.run import Run
+from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 
+@dataclass(frozen=True)
+class RealRun:
+    """A run that is open."""
+
+    services: Services
+    state: RunState
+
+
 @contextmanager
-def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Iterator[Run]:
+def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Iterator[RealRun]:
     """A real run in which samples of one prompt get different rewards. Ray is in this process while it lasts."""
     (folder / "reward.py").write_text(SHARE_OF_DIGITS)
     reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
@@ -32,48 +41,48 @@ def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Ite
         patch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
         patch.setattr(ActorGroup, "worker", "faulty_workers:FaultyPolicyWorker")
         patch.setattr(EngineGroup, "worker", "faulty_workers:FaultyEngine")
-        with open_run(config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)) as run:
-            yield run
+        with open_run(config, start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)) as parts:
+            yield RealRun(*parts)
 
 
-def real_step(run: Run) -> dict[str, Any]:
+def real_step(run: RealRun) -> dict[str, Any]:
     """The loop itself, for one step: the weights are published, then everything of a step; returns its metrics."""
-    train.train(replace(run, total_steps=run.progress.step + 1))
+    train.train(replace(run.services, total_steps=run.state.step + 1), run.state)
     return last_metrics(run)
 
 
-def last_metrics(run: Run) -> dict[str, Any]:
+def last_metrics(run: RealRun) -> dict[str, Any]:
     """Those of the last step that was logged."""
-    return json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return json.loads((run.services.folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def plant(run: Run, fault: str | None) -> None:
+def plant(run: RealRun, fault: str | None) -> None:
     """Switch a fault of ``faulty_workers`` on; None: all off."""
-    workers = [*run.engines._engines, *run.actor._ranks]
+    workers = [*run.services.engines._engines, *run.services.actor._ranks]
     wait_for_all([worker.call("plant", fault) for worker in workers])
 
 
-def weights_of(run: Run) -> list[list[int]]:
+def weights_of(run: RealRun) -> list[list[int]]:
     """Digests of the trainer's weights: equal when no optimizer step was taken."""
-    return wait_for_all([rank.call("weight_digests") for rank in run.actor._ranks])
+    return wait_for_all([rank.call("weight_digests") for rank in run.services.actor._ranks])
 
 
-def move_weights(run: Run, distance: float) -> None:
+def move_weights(run: RealRun, distance: float) -> None:
     """As an optimizer step would that has not been published."""
-    wait_for_all([rank.call("move_weights", distance) for rank in run.actor._ranks])
+    wait_for_all([rank.call("move_weights", distance) for rank in run.services.actor._ranks])
 
 
-def cache_resets(run: Run) -> list[int]:
+def cache_resets(run: RealRun) -> list[int]:
     """How often each engine has forgotten its cached prefixes."""
-    return wait_for_all([engine.call("count_cache_resets") for engine in run.engines._engines])
+    return wait_for_all([engine.call("count_cache_resets") for engine in run.services.engines._engines])
 
 
-def with_values(run: Run, values: Mapping[str, Any], **parts: Any) -> Run:
-    """The run with other configuration values, by dotted keys, in its driver, and with other ``parts``."""
-    config = run.config
+def with_values(run: RealRun, values: Mapping[str, Any], **parts: Any) -> RealRun:
+    """The run with other configuration values, by dotted keys, in its driver, and with other ``parts`` of its services."""
+    config = run.services.config
     for key, value in values.items():
         config = _with_value(config, key.split("."), value)
-    return replace(run, config=config, **parts)
+    return replace(run, services=replace(run.services, config=config, **parts))
 
 
 def _with_value(section: Any, path: list[str], value: Any) -> Any:
@@ -81,19 +90,21 @@ def _with_value(section: Any, path: list[str], value: Any) -> Any:
     return section.model_copy(update={path[0]: inner})
 
 
-class RetokenisingSampler:
-    """Engines behind a service that hands out texts: token ids are made from them again."""
+class RetokenisingEngines(EngineGroup):
+    """A run's engines behind a service that hands out texts: token ids are made from them again."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RealRun) -> None:
+        vars(self).update(vars(run.services.engines))
         self._run = run
-        self.busy_seconds = 0.0
 
-    def generate(self, requests: list[GenerationRequest], options: SamplingOptions) -> Completions:
-        completions = self._run.engines.generate(requests, options)
-        self.busy_seconds = self._run.engines.busy_seconds
+    def generate(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
+    ) -> Timed[Completions]:
+        answer = super().generate(requests, options, on_loss)
+        completions = answer.result
         for row, length in enumerate(completions.response_lengths.tolist()):
-            text = self._run.tokenizer.decode(completions.responses[row, :length], skip_special_tokens=True)
-            again = self._run.tokenizer.encode(text, add_special_tokens=False)[:length] or [0]
+            text = self._run.services.tokenizer.decode(completions.responses[row, :length], skip_special_tokens=True)
+            again = self._run.services.tokenizer.encode(text, add_special_tokens=False)[:length] or [0]
             completions.responses[row, : len(again)] = completions.responses.new_tensor(again)
             completions.response_lengths[row] = len(again)
-        return completions
+        return answer

@@ -10,7 +10,7 @@ import torch
 from small_models import free_port
 from torch import Tensor
 
-from verl_rc.checkpoint import RunState
+from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.mesh import RankAddress
 from verl_rc.workers.critic_worker import CriticWorker
@@ -56,17 +56,7 @@ def write_checkpoint(config: RunConfig, folder: Path) -> SmallCheckpoint:
             worker.save(folder / role)
         finally:
             worker.close()
-    state = RunState(
-        step=STEP,
-        loader={},
-        control={"kl_coef": None, "threshold": None},
-        gap_limits={},
-        skipped_in_a_row=0,
-        tracker_run_id=None,
-        num_ranks=1,
-        config=config.model_dump(mode="json"),
-    )
-    state.save(folder)
+    SavedRun(RunState(step=STEP), config.model_dump(mode="json"), num_ranks=1).save(folder)
     return SmallCheckpoint(folder, weights, outputs)
 
 

@@ -12,8 +12,8 @@ import torch
 
 from verl_rc.data.batches import TokenBatch
 from verl_rc.data.fingerprint import fingerprints, require_sampled_tokens
-from verl_rc.ppo.ledger import Ledger, fates_in_update, require_sampled_loss
-from verl_rc.ppo.reward_watch import RewardWatch
+from verl_rc.ppo.ledger import Ledger, require_sampled_loss, tokens_by_fate
+from verl_rc.ppo.reward_watch import RewardHistory
 
 SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096))
 """Rows, prompt tokens, response tokens."""
@@ -50,7 +50,7 @@ def books(mask: torch.Tensor) -> None:
     require_sampled_loss(mask, mask, mask)
     ledger.book({"rejected": int(torch.count_nonzero(mask & ~mask))})
     parts = [count // 8] * 7 + [count - 7 * (count // 8)]
-    ledger.book(fates_in_update(parts, parts, [1.0] * 8, epochs=1))
+    ledger.book(tokens_by_fate(parts, parts, [1.0] * 8, epochs=1))
     ledger.book_prompts({"in_batch": len(mask) // 8})
     ledger.close()
 
@@ -58,12 +58,12 @@ def books(mask: torch.Tensor) -> None:
 def costs_of(rows: int, prompt: int, response: int) -> list[float]:
     """Milliseconds of each part."""
     tokens, mask = tokens_of(rows, prompt, response)
-    expected, scores, watch = fingerprints(tokens, mask), torch.rand(rows), RewardWatch(5, 0.5)
+    expected, scores, watch = fingerprints(tokens, mask), torch.rand(rows), RewardHistory()
     return [
         milliseconds(lambda: fingerprints(tokens, mask)),
         milliseconds(lambda: require_sampled_tokens(expected, tokens, mask)),
         milliseconds(lambda: books(mask)),
-        milliseconds(lambda: watch.observe(scores)),
+        milliseconds(lambda: watch.observed(scores, 5).collapse(5, 0.5)),
     ]
 
 

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_steps import move_weights, open_faulty_run, plant, real_step, with_values
+from real_steps import RealRun, move_weights, open_faulty_run, plant, real_step, with_values
 
 from verl_rc.driver import weights
-from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.weight_sync.proof import SyncProofError
 
@@ -38,7 +37,7 @@ FOUND = {
 @pytest.fixture(scope="module", params=ENGINES)
 def calibrated_run(
     request: pytest.FixtureRequest, task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Run]]:
+) -> Iterator[tuple[str, RealRun]]:
     """One healthy step of a run at the learning rate sets the limits of the gaps."""
     folder = tmp_path_factory.mktemp(request.param)
     rate = f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}"
@@ -48,9 +47,9 @@ def calibrated_run(
 
 
 @pytest.mark.parametrize("fault", sorted(ALWAYS_FOUND | set(BY_THE_GAP)))
-def test_what_finds_a_fault_depends_on_the_engines_precision(calibrated_run: tuple[str, Run], fault: str) -> None:
+def test_what_finds_a_fault_depends_on_the_engines_precision(calibrated_run: tuple[str, RealRun], fault: str) -> None:
     engine, run = calibrated_run
-    weights.publish(run, run.progress.step, StepRecord())
+    weights.publish(run.services, run.state, run.state.step, StepRecord())
     move_weights(run, LEARNING_RATE)
     plant(run, fault)
     values = {"trainer.alerts.mismatch_limit": None}
@@ -61,5 +60,5 @@ def test_what_finds_a_fault_depends_on_the_engines_precision(calibrated_run: tup
         found = f"found: {str(error).partition('.')[0]}"
     finally:
         plant(run, None)
-    print(f"{engine} | {fault} | {found} | limit {run.gap_monitor.limit:.2g}, {run.canary_monitor.limit:.2g}")
+    print(f"{engine} | {fault} | {found} | limits {run.state.rollout_gap_limit}, {run.state.canary_gap_limit}")
     assert found.startswith("found") == (fault in FOUND[engine])

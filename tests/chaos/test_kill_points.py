@@ -15,6 +15,7 @@ from real_runs import of_folder, train
 pytestmark = pytest.mark.slow
 
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
+SAMPLE = "verl_rc.driver.sample"
 CHECKPOINTS, STORE = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store"
 RECORD, STATE = "verl_rc.driver.step_record", "verl_rc.checkpoint.run_state"
 
@@ -35,7 +36,7 @@ class Life:
 
 
 LIVES = (
-    Life("driver", f"{STAGES}:generate", 1, "0.02", 0),
+    Life("driver", f"{SAMPLE}:generate", 1, "0.02", 0),
     Life("actor", f"{STAGES}:update_actor", 2, "0.05", 1),
     Life("driver", f"{CHECKPOINTS}:write", 1, "0.02", 0),
     Life("actor", f"{CHECKPOINTS}:write", 1, "0.02", 0),
@@ -46,13 +47,13 @@ LIVES = (
     Life("driver", f"{CHECKPOINTS}:commit", 1, "before", 0),
     Life("driver", f"{TRAIN}:validate", 2, "0.02", 1),
     Life("actor", f"{STAGES}:evaluate", 1, "0.02", 0),
-    Life("driver", f"{STATE}:RunState.save", 1, "before", 0),
+    Life("driver", f"{STATE}:SavedRun.save", 1, "before", 0),
     Life("driver", f"{WEIGHTS}:publish", 2, "0.01", 0),
     Life("driver", f"{CHECKPOINTS}:commit", 1, "after", 1),
     Life("driver", f"{RECORD}:StepRecord.log", 1, "before", 0),
-    Life("driver", f"{STAGES}:score", 1, "before", 0),
+    Life("driver", f"{SAMPLE}:score", 1, "before", 0),
     Life("actor", f"{TRAIN}:sample_batch", 1, "before", 0),
-    Life("driver", f"{CHECKPOINTS}:restore", 1, "before", 0),
+    Life("driver", f"{CHECKPOINTS}:check_same_model", 1, "after", 0),
     Life("driver", f"{STAGES}:dump_rollouts", 1, "after", 0),
     Life("driver", f"{STORE}:CheckpointStore.begin", 1, "after", 0),
 )
@@ -69,7 +70,7 @@ LIVES_WITH_ASYNC_SAVE = (
 )
 """The actor takes six seconds to write, longer than a step: where nothing is gained it was in the middle of it."""
 ENGINE_LOSSES = (
-    ("SIGSTOP", f"{STAGES}:generate", "1", "0.02"),
+    ("SIGSTOP", f"{SAMPLE}:generate", "1", "0.02"),
     ("SIGKILL", f"{WEIGHTS}:publish", "2", "0.005"),
     ("SIGSTOP", f"{WEIGHTS}:publish", "3", "before"),
     ("SIGKILL", f"{TRAIN}:validate", "3", "0.02"),

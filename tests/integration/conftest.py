@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_steps import open_faulty_run
+from real_steps import RealRun, open_faulty_run
 from small_runs import make_task
-
-from verl_rc.driver.run import Run
 
 
 @pytest.fixture(scope="session")
@@ -17,7 +15,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def faulty_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
     """A real run whose workers can be told to go wrong. Ray is in this process while it lasts, so it ends with the module."""
     with open_faulty_run(task, tmp_path_factory.mktemp("faulty")) as run:
         yield run

@@ -1,14 +1,15 @@
 """Faults planted in the real loop: each is named before an optimizer step is taken on what it spoilt; what alerts do there."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from real_steps import (
-    RetokenisingSampler,
+    RealRun,
+    RetokenisingEngines,
     cache_resets,
     last_metrics,
     move_weights,
@@ -25,11 +26,10 @@ from verl_rc.data.batches import TrainBatch
 from verl_rc.data.fingerprint import TokensChangedError
 from verl_rc.driver import train, weights
 from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
-from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import LedgerError
-from verl_rc.ppo.nonfinite_updates import NonFiniteGradientsError, NonFiniteUpdateGuard
-from verl_rc.ppo.reward_watch import RewardWatch
+from verl_rc.ppo.nonfinite_updates import NonFiniteGradientsError
+from verl_rc.ppo.reward_watch import RewardHistory
 from verl_rc.weight_sync.proof import SyncProofError
 
 LEARNING_RATE = 0.02
@@ -38,15 +38,15 @@ OWN_ROLLOUTS, CANARY = "this step's rollouts", "canary tokens of rollout engine 
 
 
 @pytest.fixture
-def stepped_run(faulty_run: Run) -> Iterator[Run]:
+def stepped_run(faulty_run: RealRun) -> Iterator[RealRun]:
     """The run after an update that is not published yet; healed afterwards."""
-    weights.publish(faulty_run, faulty_run.progress.step, StepRecord())
+    weights.publish(faulty_run.services, faulty_run.state, faulty_run.state.step, StepRecord())
     move_weights(faulty_run, LEARNING_RATE)
     yield faulty_run
     plant(faulty_run, None)
 
 
-def test_healthy_steps_pass_with_gaps_of_fp32_rounding(stepped_run: Run) -> None:
+def test_healthy_steps_pass_with_gaps_of_fp32_rounding(stepped_run: RealRun) -> None:
     before = weights_of(stepped_run)
     metrics = real_step(stepped_run)
     assert weights_of(stepped_run) != before
@@ -69,7 +69,7 @@ def test_healthy_steps_pass_with_gaps_of_fp32_rounding(stepped_run: Run) -> None
         ("nan_log_probs", NonFiniteLogProbError, r"may have a log-prob that is NaN or infinite, got 100.00%"),
     ],
 )
-def test_a_worker_that_goes_wrong(stepped_run: Run, fault: str, error: type[Exception], message: str) -> None:
+def test_a_worker_that_goes_wrong(stepped_run: RealRun, fault: str, error: type[Exception], message: str) -> None:
     before = weights_of(stepped_run)
     plant(stepped_run, fault)
     with pytest.raises(error, match=message):
@@ -78,7 +78,7 @@ def test_a_worker_that_goes_wrong(stepped_run: Run, fault: str, error: type[Exce
 
 
 @pytest.mark.parametrize("fault", ["skipped_sync", "half_loaded_tensor", "other_temperature", "shifted_log_probs"])
-def test_what_a_canary_would_find_shows_in_the_steps_own_rollouts_too(stepped_run: Run, fault: str) -> None:
+def test_what_a_canary_would_find_shows_in_the_steps_own_rollouts_too(stepped_run: RealRun, fault: str) -> None:
     before = weights_of(stepped_run)
     plant(stepped_run, fault)
     with pytest.raises(SyncProofError, match=OWN_ROLLOUTS):
@@ -86,10 +86,10 @@ def test_what_a_canary_would_find_shows_in_the_steps_own_rollouts_too(stepped_ru
     assert weights_of(stepped_run) == before
 
 
-def test_responses_that_were_text_in_between(stepped_run: Run) -> None:
+def test_responses_that_were_text_in_between(stepped_run: RealRun) -> None:
     before = weights_of(stepped_run)
     with pytest.raises(SyncProofError, match=OWN_ROLLOUTS):
-        real_step(with_values(stepped_run, NO_CANARY, sampler=RetokenisingSampler(stepped_run)))
+        real_step(with_values(stepped_run, NO_CANARY, engines=RetokenisingEngines(stepped_run)))
     assert weights_of(stepped_run) == before
 
 
@@ -124,7 +124,7 @@ def shifted(mask: Tensor) -> Tensor:
     ],
 )
 def test_a_batch_that_is_spoilt_between_sampling_and_update(
-    stepped_run: Run,
+    stepped_run: RealRun,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[TrainBatch], None],
     error: type[Exception],
@@ -136,7 +136,7 @@ def test_a_batch_that_is_spoilt_between_sampling_and_update(
         step = build(*arguments)
         batch = step.batch.clone()
         spoil(batch)
-        return dataclasses.replace(step, batch=batch)
+        return replace(step, batch=batch)
 
     monkeypatch.setattr(train, "build_train_batch", build_and_spoil)
     before = weights_of(stepped_run)
@@ -145,48 +145,47 @@ def test_a_batch_that_is_spoilt_between_sampling_and_update(
     assert weights_of(stepped_run) == before
 
 
-def alerting(run: Run, action: str, kind: str) -> Run:
+def alerting(run: RealRun, action: str, kind: str) -> RealRun:
     """The run with an alert that every step sets off, and a stop request of its own."""
     values = {f"trainer.alerts.{kind}": action}
     if kind == "mismatch":
         return with_values(run, {**NO_CANARY, **values, "trainer.alerts.mismatch_limit": 1e-30}, stop=StopRequest())
-    watch = RewardWatch(window=1, drop=0.5)
-    watch.observe(torch.full((16,), 100.0))
-    return with_values(run, {**NO_CANARY, **values}, stop=StopRequest(), reward_watch=watch)
+    state = replace(run.state, rewards=RewardHistory().observed(torch.full((16,), 100.0), window=1))
+    alert = with_values(run, {**NO_CANARY, **values, "trainer.alerts.reward_window": 1}, stop=StopRequest())
+    return replace(alert, state=state)
 
 
-def alerts_of(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.folder / "alerts.jsonl").read_text().splitlines()]
+def alerts_of(run: RealRun) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.services.folder / "alerts.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("kind", ["mismatch", "reward_collapse"])
 @pytest.mark.parametrize("action", ["warn", "skip", "save_and_stop"])
-def test_what_an_alert_does(stepped_run: Run, kind: str, action: str) -> None:
+def test_what_an_alert_does(stepped_run: RealRun, kind: str, action: str) -> None:
     run = alerting(stepped_run, action, kind)
-    before, resets, step = weights_of(run), cache_resets(run), run.progress.step + 1
+    before, resets, step = weights_of(run), cache_resets(run), run.state.step + 1
     if action == "save_and_stop":
         with pytest.raises(StoppedByAlertError, match=f"at step {step}: "):
             real_step(run)
-        assert (run.folder / f"global_step_{step}").is_dir()
+        assert (run.services.folder / f"global_step_{step}").is_dir()
     else:
         real_step(run)
-        assert not (run.folder / f"global_step_{step}").exists()
+        assert not (run.services.folder / f"global_step_{step}").exists()
     assert (weights_of(run) == before) == (action != "warn")
     metrics = last_metrics(run)
     assert metrics["step"] == step
     assert metrics[f"alerts/{kind}"] == 1
     withheld = metrics["ledger/sampled_tokens"] if action != "warn" else 0
     assert metrics["ledger/withheld_tokens"] == withheld
-    assert run.progress.published == step  # the engines got the weights anew
-    assert cache_resets(run) == [count + 2 for count in resets]  # before the step and after it
+    assert cache_resets(run) == [count + 2 for count in resets]  # the engines got weights before the step and after it
     alert = alerts_of(run)[-1]
     assert alert["step"] == step
     cause = {"mismatch": "rollout_corr/k3_kl is ", "reward_collapse": "the mean score of the last 1 steps is "}
     assert alert["text"].startswith(cause[kind])
 
 
-def test_gradients_that_are_not_finite_are_left_out_counted_and_end_the_run(stepped_run: Run) -> None:
-    run = with_values(stepped_run, NO_CANARY, nonfinite_updates=NonFiniteUpdateGuard(limit=2))
+def test_gradients_that_are_not_finite_are_left_out_counted_and_end_the_run(stepped_run: RealRun) -> None:
+    run = with_values(stepped_run, {**NO_CANARY, "trainer.max_nonfinite_updates": 2})
     before = weights_of(run)
     plant(run, "nan_gradient")
     metrics = real_step(run)

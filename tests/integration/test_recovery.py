@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 from real_runs import train
+from real_steps import RealRun
 from small_runs import SHARE_OF_DIGITS, run_overrides
 
 from verl_rc.cluster.remote import RemoteError
 from verl_rc.cluster.watchdog import identity_of
 from verl_rc.driver import weights
-from verl_rc.driver.run import Run
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 
-def engine_pid(run: Run) -> int:
-    return identity_of(run.engines._engines[0]).pid
+def engine_pid(run: RealRun) -> int:
+    return identity_of(run.services.engines._engines[0]).pid
 
 
-def sample(run: Run) -> tuple[torch.Tensor, ...]:
-    requests = [GenerationRequest(run.validation_rows[row % 8].prompt_token_ids, seed=row) for row in range(24)]
-    options = SamplingOptions.for_training(run.config.actor_rollout_ref.rollout, run.stop_token_ids)
-    answer = run.engines.generate(requests, options)
+def sample(run: RealRun, record: StepRecord | None = None) -> tuple[torch.Tensor, ...]:
+    requests = [GenerationRequest(run.services.validation_rows[row % 8].prompt_token_ids, seed=row) for row in range(24)]
+    options = SamplingOptions.for_training(run.services.config.actor_rollout_ref.rollout, run.services.stop_token_ids)
+    answer = weights.generate(run.services, run.state, requests, options, 0, record or StepRecord()).result
     return answer.responses, answer.response_lengths, answer.rollout_log_probs, answer.policy_versions
 
 
@@ -34,56 +34,54 @@ def assert_equal(one: tuple[torch.Tensor, ...], two: tuple[torch.Tensor, ...]) -
 
 
 @pytest.fixture
-def published_run(faulty_run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The run with its weights published; counters at zero."""
-    weights.publish(faulty_run, 0, StepRecord())
-    faulty_run.recovery.take_counts(faulty_run.engines)
-    monkeypatch.setattr(faulty_run.engines, "_timeout_seconds", 20.0)
+def published_run(faulty_run: RealRun, monkeypatch: pytest.MonkeyPatch) -> RealRun:
+    """The run with its weights published."""
+    weights.publish(faulty_run.services, faulty_run.state, 0, StepRecord())
+    monkeypatch.setattr(faulty_run.services.engines, "_timeout_seconds", 20.0)
     return faulty_run
 
 
-def test_an_engine_that_dies_while_it_samples(published_run: Run) -> None:
+def test_an_engine_that_dies_while_it_samples(published_run: RealRun) -> None:
     before, old = sample(published_run), engine_pid(published_run)
     os.kill(old, signal.SIGSTOP)  # so that it is still at it
     threading.Timer(1.0, os.kill, (old, signal.SIGKILL)).start()
-    assert_equal(sample(published_run), before)
+    record = StepRecord()
+    assert_equal(sample(published_run, record), before)
     assert engine_pid(published_run) != old
-    counts = published_run.recovery.take_counts(published_run.engines)
-    assert counts == {"recovery/engines_replaced": 1, "recovery/requests_reissued": 24}
+    assert (record.engines_replaced, record.requests_reissued) == (1, 24)
 
 
-def test_an_engine_that_hangs_when_weights_come(published_run: Run) -> None:
+def test_an_engine_that_hangs_when_weights_come(published_run: RealRun) -> None:
     before, old = sample(published_run), engine_pid(published_run)
     os.kill(old, signal.SIGSTOP)
     record = StepRecord()
-    weights.publish(published_run, 0, record)
+    weights.publish(published_run.services, published_run.state, 0, record)
     assert_equal(sample(published_run), before)
     assert not Path(f"/proc/{old}").exists()
-    counts = published_run.recovery.take_counts(published_run.engines)
-    assert counts == {"recovery/engines_replaced": 1, "recovery/requests_reissued": 0}
+    assert (record.engines_replaced, record.requests_reissued) == (1, 0)
 
 
-def test_an_engine_that_dies_in_the_middle_of_an_update(published_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_in_the_middle_of_an_update(published_run: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
     before, old = sample(published_run), engine_pid(published_run)
-    send = published_run.actor.send_weights
+    send = published_run.services.actor.send_weights
 
     def send_to_the_dead() -> list[object]:
         if engine_pid(published_run) == old:
             os.kill(old, signal.SIGKILL)
         return send()
 
-    monkeypatch.setattr(published_run.actor, "send_weights", send_to_the_dead)
-    weights.publish(published_run, 0, StepRecord())
+    monkeypatch.setattr(published_run.services.actor, "send_weights", send_to_the_dead)
+    weights.publish(published_run.services, published_run.state, 0, StepRecord())
     assert_equal(sample(published_run), before)
 
 
-def test_the_budget_ends_the_run_with_the_last_cause(published_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published_run.recovery, "engines_replaced", 3)
+def test_the_budget_ends_the_run_with_the_last_cause(published_run: RealRun) -> None:
+    record = StepRecord()
+    record.engines_replaced = 3
     os.kill(engine_pid(published_run), signal.SIGKILL)
     with pytest.raises(RemoteError, match=r"max_engine_replacements=3 .* 4 were lost, the last: rollout engine 0 died"):
-        weights.publish(published_run, 0, StepRecord())
-    published_run.recovery.take_counts(published_run.engines)
-    weights.publish(published_run, 0, StepRecord())  # whole again for the tests that follow
+        weights.publish(published_run.services, published_run.state, 0, record)
+    weights.publish(published_run.services, published_run.state, 0, StepRecord())  # whole again for the tests that follow
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,36 @@ def test_a_broken_newest_checkpoint_falls_back_and_another_model_is_refused(
     assert "Traceback" not in result.stderr
 
 
+COLLAPSING = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    right = sum(a == b for a, b in zip(solution_str, str(ground_truth))) / 10
+    return right / 100 if extra_info["index"] >= 12 else 1 + right
+"""
+"""The scores of the first three steps of four prompts are good, those of later ones are not."""
+
+
+@pytest.mark.slow
+def test_a_resumed_run_notices_a_collapse_of_the_reward_as_the_undisturbed_one_does(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "collapse.py").write_text(COLLAPSING)
+    alert = ["trainer.alerts.reward_collapse=skip", "trainer.alerts.reward_window=1", "trainer.critic_warmup=0"]
+    reward = f"reward.custom_reward_function.path={tmp_path / 'collapse.py'}"
+    options = [*overrides, reward, *alert, "data.shuffle=False", "trainer.save_freq=1", "algorithm.adv_estimator=grpo"]
+    runs = [tmp_path / "whole", tmp_path / "again"]
+    for folder in runs:
+        if folder.name == "again":
+            shutil.copytree(runs[0] / "global_step_3", folder / "global_step_3")
+        result = train(*options, f"trainer.default_local_dir={folder}")
+        assert result.returncode == 0, result.stderr[-3000:]
+    expected, found = (metrics_by_step(folder)[4] for folder in runs)
+    assert [metrics_by_step(runs[0])[step]["alerts/reward_collapse"] for step in (1, 2, 3, 4)] == [0, 0, 0, 1]
+    assert expected["alerts/withheld_updates"] == 1
+    assert found == expected
+    one, two = (load_full_state_dict(folder / "global_step_4" / "actor") for folder in runs)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -2,7 +2,7 @@
 
 from verl_rc.checkpoint.background import BackgroundWriter
 from verl_rc.checkpoint.errors import CheckpointError
-from verl_rc.checkpoint.run_state import RunState, check_same_model
+from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
 from verl_rc.checkpoint.schedule import resume_schedule, schedule_state
 from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
 from verl_rc.checkpoint.shards import collect_shards, load_shards, save_shards, write_shards
@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointStore",
     "ResumeMode",
     "RunState",
+    "SavedRun",
     "check_same_model",
     "collect_shards",
     "load_full_state_dict",

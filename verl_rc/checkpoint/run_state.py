@@ -3,16 +3,21 @@
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from verl_rc import __version__
 from verl_rc.checkpoint.errors import CheckpointError
+from verl_rc.metrics.sinks.health import HealthHistory
+from verl_rc.ppo.control import MovedControl
+from verl_rc.ppo.reward_watch import RewardHistory
 
-FORMAT_VERSION = 1
-"""Of the run state; a change of its fields or of their meaning raises it."""
+FORMAT_VERSION = 2
+"""Of the run state; a change of its fields or of their meaning raises it. Format 1 is read too."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
 
@@ -35,58 +40,135 @@ and paths (models and data may move; the loader itself refuses data of another l
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunState:
-    """The driver's own state after ``step`` steps; models and optimizers are saved by the ranks that hold them."""
+    """What changes from step to step in the driver; models and optimizers are saved by the ranks that hold them.
 
-    step: int
+    A checkpoint stores exactly this, and a resumed run starts with what was stored. Fields are plain values: whatever moves one
+    puts another value in its place.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: int = 0
     """Training steps done."""
-    loader: dict[str, Any]
-    """``state_dict`` of the prompt loader: where the next batch comes from."""
-    control: dict[str, float | None]
-    """What the run had moved: weight of the KL penalty, rejection threshold; None: there is none."""
-    gap_limits: dict[str, float | None]
-    """Calibrated limits of the weight-sync proofs by monitor; None: not calibrated yet."""
-    skipped_in_a_row: int
-    """Steps in a row whose updates were all skipped, so far."""
-    tracker_run_id: str | None
-    """The experiment tracker's run, to be continued."""
-    num_ranks: int
-    """Trainer ranks that saved; any number may load."""
+    prompts: dict[str, Any] = field(default_factory=dict)
+    """``state_dict`` of the prompt stream: where the next batch comes from."""
+    control: MovedControl = field(default_factory=MovedControl)
+    """Weight of the KL penalty and rejection threshold, as far as the run moves them."""
+    rollout_gap_limit: float | None = None
+    """Largest mean gap that the rollouts of a step may have, nats; None: not calibrated yet."""
+    canary_gap_limit: float | None = None
+    """The same for canary tokens."""
+    skipped_updates: int = 0
+    """Optimizer steps in a row that were skipped because rejection left nothing, so far."""
+    nonfinite_actor_updates: int = 0
+    """Optimizer steps of the actor in a row that were left out because their gradient was not finite, so far."""
+    nonfinite_critic_updates: int = 0
+    """The same for the critic."""
+    rewards: RewardHistory = field(default_factory=RewardHistory)
+    """Scores of the last steps, and the best mean so far."""
+    health: HealthHistory = field(default_factory=HealthHistory)
+    """Metrics that are outside their healthy range, and when that was said."""
+    tracker_run_id: str | None = None
+    """The experiment tracker's run, to be continued; None: there is none."""
+
+
+_STATE = TypeAdapter(RunState)
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint's part of the driver: the state after a step, and what wrote it."""
+
+    state: RunState
     config: dict[str, Any]
     """The resolved configuration as a plain tree."""
-    format_version: int = FORMAT_VERSION
-    """``FORMAT_VERSION`` when it was saved."""
+    num_ranks: int
+    """Trainer ranks that saved; any number may load."""
 
     def save(self, folder: Path) -> None:
         """Write ``run_state.json`` and ``data.pt`` into ``folder``. Raises ``ValueError`` for what JSON cannot hold,
         ``CheckpointError`` or ``OSError`` when the disk does not take it."""
-        plain = asdict(self)
+        state = asdict(self.state)
         try:
-            torch.save(plain.pop("loader"), folder / LOADER_FILE)
+            torch.save(state.pop("prompts"), folder / LOADER_FILE)
         except RuntimeError as error:  # that is how torch reports a full disk
             raise CheckpointError(f"writing {folder / LOADER_FILE} failed: {str(error).partition(chr(10))[0]}.") from error
+        plain = {
+            "format_version": FORMAT_VERSION,
+            "written_by": f"verl_rc {__version__}",
+            "num_ranks": self.num_ranks,
+            "state": state,
+            "config": self.config,
+        }
         (folder / RUN_STATE_FILE).write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> "RunState":
-        """What ``save`` wrote. Raises ``CheckpointError`` for a folder or file that is missing, broken or too new."""
+    def load(cls, folder: Path) -> "SavedRun":
+        """What ``save`` wrote, in this or an earlier format. Raises ``CheckpointError`` for a folder or file that is missing,
+        broken or too new."""
         if not folder.is_dir():
             raise CheckpointError(f"a checkpoint must be a folder, but there is none at {folder}. Name one that exists.")
-        plain = _read_json(folder / RUN_STATE_FILE)
-        version = plain.get("format_version")
-        if version != FORMAT_VERSION:
+        path = folder / RUN_STATE_FILE
+        plain = _read_json(path)
+        version = plain.pop("format_version", None)
+        if version not in (1, FORMAT_VERSION):
+            writer = plain.get("written_by", "an unknown release")
             raise CheckpointError(
-                f"{folder / RUN_STATE_FILE} must have format version {FORMAT_VERSION}, got {version}. Resume with the "
-                "release of verl_rc that wrote it, or start anew with trainer.resume_mode=disable."
+                f"{path} must have format 1 to {FORMAT_VERSION} for verl_rc {__version__}, but {writer} wrote it in format "
+                f"{version}. Resume with {writer}, or start anew with trainer.resume_mode=disable."
             )
-        names = {field.name for field in fields(cls)} - {"loader"}
-        if plain.keys() != names:
+        if version == 1:
+            plain = _from_format_1(plain)
+        expected = {"state", "config", "num_ranks", "written_by"}
+        if plain.keys() != expected or not isinstance(plain["state"], dict):
             raise CheckpointError(
-                f"{folder / RUN_STATE_FILE} must hold {sorted(names)}; missing: {sorted(names - plain.keys())}, unknown: "
-                f"{sorted(plain.keys() - names)}. Use another checkpoint."
+                f"{path} must hold {sorted(expected)}; missing: {sorted(expected - plain.keys())}, unknown: "
+                f"{sorted(plain.keys() - expected)}. Use another checkpoint."
             )
-        return cls(loader=_read_loader_state(folder / LOADER_FILE), **plain)
+        try:
+            missing = {one.name for one in fields(RunState)} - plain["state"].keys() - {"prompts"}
+            if missing:
+                raise ValueError(f"missing: {sorted(missing)}")
+            state = _STATE.validate_python(plain["state"])
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} must hold the state of a run, but: {_in_one_line(error)}. Use another checkpoint."
+            ) from error
+        state.prompts = _read_loader_state(folder / LOADER_FILE)
+        return cls(state, plain["config"], plain["num_ranks"])
+
+
+def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
+    """What verl_rc 0.1 wrote before the state was a record of its own; guards that it did not save start at zero."""
+    names = {"step", "control", "gap_limits", "skipped_in_a_row", "tracker_run_id", "num_ranks", "config"}
+    since = {"nonfinite_in_a_row", "reward_watch"}
+    if not names <= plain.keys() <= names | since:
+        raise CheckpointError(
+            f"a {RUN_STATE_FILE} of format 1 must hold {sorted(names)}; missing: {sorted(names - plain.keys())}, unknown: "
+            f"{sorted(plain.keys() - names - since)}. Use another checkpoint."
+        )
+    nonfinite = plain.get("nonfinite_in_a_row", {})
+    state = {
+        "step": plain["step"],
+        "control": {"kl_coef": plain["control"]["kl_coef"], "rejection_threshold": plain["control"]["threshold"]},
+        "rollout_gap_limit": plain["gap_limits"].get("rollouts"),
+        "canary_gap_limit": plain["gap_limits"].get("canary"),
+        "skipped_updates": plain["skipped_in_a_row"],
+        "nonfinite_actor_updates": nonfinite.get("actor", 0),
+        "nonfinite_critic_updates": nonfinite.get("critic", 0),
+        "rewards": plain.get("reward_watch", {}),
+        "health": {},
+        "tracker_run_id": plain["tracker_run_id"],
+    }
+    return {"state": state, "config": plain["config"], "num_ranks": plain["num_ranks"], "written_by": "verl_rc 0.1.0"}
+
+
+def _in_one_line(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {one['input']!r}" for one in error.errors())
 
 
 def check_same_model(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -> None:

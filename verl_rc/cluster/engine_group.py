@@ -16,7 +16,7 @@ from verl_rc.cluster.remote import (
     longest_busy,
     wait_for_all,
 )
-from verl_rc.data.batches import Completions
+from verl_rc.data.batches import Completions, Timed
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
@@ -35,6 +35,10 @@ class EnginesLostError(RemoteError):
         super().__init__("; ".join(dict.fromkeys(str(lost[engine]) for engine in sorted(lost))))
         self.engines = sorted(lost)
         self.answered = dict(answered)
+
+
+OnLoss = Callable[[EnginesLostError, int], None]
+"""Makes the group whole when engines are lost while they generate; it is told how many requests they leave unanswered."""
 
 
 class EngineGroup:
@@ -60,12 +64,6 @@ class EngineGroup:
             beside = ",".join(rank_devices[rank] for rank in placement.ranks_beside(index)) if shares else ""
             own = {**environment, "CUDA_VISIBLE_DEVICES": beside} if shares else environment
             self._engines.append(RemoteProcess(f"rollout engine {index}", own, **place.options(reserve_gpu=not shares)))
-        self.busy_seconds = 0.0
-        """Seconds the slowest engine itself computed in the last call."""
-        self.requests_reissued = 0
-        """Requests that an engine was lost with and another answered."""
-        self.on_loss: Callable[[EnginesLostError], None] = _give_up
-        """Makes the group whole when engines are lost while they generate: new engines, with weights; else it raises."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
 
     @property
@@ -158,26 +156,30 @@ class EngineGroup:
         """Take memory again, ``weights`` or ``kv_cache``, where engines can sleep. Raises ``EnginesLostError``."""
         self._call_all("wake_up", tags)
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def generate(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
+    ) -> Timed[Completions]:
         """One completion per request, in order; the requests are shared out evenly.
 
-        When engines are lost, ``on_loss`` replaces them, and each new one gets the whole share of the old one: the same
-        requests in the same composition. A request's seed is all that a sample depends on, so it comes out as it would have.
+        When engines are lost, ``on_loss`` replaces them and gives them weights, or raises; without it the loss is raised. Each
+        new engine gets the whole share of the old one: the same requests in the same composition. A request's seed is all that
+        a sample depends on, so it comes out as it would have.
         """
         size = -(-len(requests) // self.num_engines)
         shares = [list(requests[start : start + size]) for start in range(0, len(requests), size)]
         answered: dict[int, Completions] = {}
-        self.busy_seconds = 0.0
+        busy_seconds = 0.0
         while missing := [engine for engine in range(len(shares)) if engine not in answered]:
             pending = {engine: self._engines[engine].call("generate", shares[engine], options) for engine in missing}
             try:
                 answered |= self.wait(pending)[0]
             except EnginesLostError as error:
+                if on_loss is None:
+                    raise
                 answered |= error.answered
-                self.requests_reissued += sum(len(shares[engine]) for engine in error.engines)
-                self.on_loss(error)
-            self.busy_seconds = max(self.busy_seconds, longest_busy(list(pending.values())))
-        return Completions.cat([answered[engine] for engine in range(len(shares))])
+                on_loss(error, sum(len(shares[engine]) for engine in error.engines))
+            busy_seconds = max(busy_seconds, longest_busy(list(pending.values())))
+        return Timed(Completions.cat([answered[engine] for engine in range(len(shares))]), busy_seconds)
 
     def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
         """Every engine answers all requests: for comparing engines with the trainer one by one. Raises ``EnginesLostError``."""
@@ -191,7 +193,3 @@ class EngineGroup:
 def _is_consequence(failure: RemoteError) -> bool:
     """Whether a process failed because another one was gone."""
     return isinstance(failure.cause, TransferBrokenError)
-
-
-def _give_up(lost: EnginesLostError) -> None:
-    raise lost

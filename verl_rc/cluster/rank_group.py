@@ -10,9 +10,9 @@ from torch import Tensor
 
 from verl_rc.cluster.environment import trainer_environment
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import Pending, RemoteProcess, longest_busy, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all, wait_timed
 from verl_rc.config.run import RunConfig
-from verl_rc.data.batches import CriticBatch, TokenBatch, TrainBatch
+from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.distributed.mesh import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatch, MiniBatchShare
@@ -33,8 +33,6 @@ class RankGroup:
             RemoteProcess(f"{self.role} rank {rank}", environment, **place.options())
             for rank, place in enumerate(placement.rank_places)
         ]
-        self.busy_seconds = 0.0
-        """Seconds the slowest rank itself computed in the last call."""
 
     @property
     def num_ranks(self) -> int:
@@ -76,7 +74,7 @@ class RankGroup:
         """Ask every rank to leave its process group."""
         wait_for_all([rank.call("close") for rank in self._ranks], timeout_seconds=60)
 
-    def score(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> list[Tensor]:
+    def score(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[list[Tensor]]:
         """What ``method`` of the worker says about all rows: float32 ``[B, R]`` each, in the order of the rows."""
         assigned = assign_rows(tokens.sequence_lengths.tolist(), self.num_ranks, limit)
         pending, owned = [], []
@@ -84,14 +82,18 @@ class RankGroup:
             place = _places(micro_batches)
             owned.append(rows := list(place))
             pending.append(process.call(method, tokens[rows or [0]], _localised(micro_batches, place)))
-        parts: list[list[Tensor]] = wait_for_all(pending)
-        self.busy_seconds = longest_busy(pending)
-        results = [torch.zeros(tokens.responses.shape) for _ in parts[0]]
-        for rows, part in zip(owned, parts, strict=True):
+        answers = wait_timed(pending)
+        results = [torch.zeros(tokens.responses.shape) for _ in answers.result[0]]
+        for rows, part in zip(owned, answers.result, strict=True):
             for result, values in zip(results, part, strict=True):
                 if rows:
                     result[rows] = values
-        return results
+        return Timed(results, answers.busy_seconds)
+
+    def score_one(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
+        """The same of a method with a single answer, ``[B, R]``."""
+        answer = self.score(method, tokens, limit)
+        return Timed(answer.result[0], answer.busy_seconds)
 
     def split(
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
@@ -106,12 +108,9 @@ class RankGroup:
             parts.append((batch[list(place) or [0]], local))
         return parts
 
-    def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> Timed[list[Any]]:
         """Every rank's ``update`` with its own arguments; their answers in order of rank."""
-        pending = [rank.call("update", *own) for rank, own in zip(self._ranks, arguments, strict=True)]
-        answers = wait_for_all(pending)
-        self.busy_seconds = longest_busy(pending)
-        return answers
+        return wait_timed([rank.call("update", *own) for rank, own in zip(self._ranks, arguments, strict=True)])
 
     def _shares(
         self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit

@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from verl_rc.cluster.process_stacks import ProcessIdentity, register_stack_dump
 from verl_rc.cluster.watchdog import WATCHDOG, end_process
+from verl_rc.data.batches import Timed
 
 
 class RemoteError(RuntimeError):
@@ -137,6 +138,12 @@ def wait_for_all(pending: Sequence[Pending], timeout_seconds: float | None = Non
             raise HangError(_report(pending, remaining, limit or 0.0, key))
         results[ready[0]] = _result_of(waiting[ready[0]])
     return [results[item.reference] for item in pending]
+
+
+def wait_timed(pending: Sequence[Pending]) -> Timed[list[Any]]:
+    """The results of ``wait_for_all``, and the seconds that the slowest of the processes computed."""
+    results = wait_for_all(pending)
+    return Timed(results, longest_busy(pending))
 
 
 def _report(pending: Sequence[Pending], remaining: Sequence["ray.ObjectRef[Any]"], seconds: float, limit_key: str) -> str:

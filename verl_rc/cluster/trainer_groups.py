@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.remote import Pending, wait_for_all
-from verl_rc.data.batches import CriticBatch, TokenBatch, TokenScores, TrainBatch
+from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.metrics import Metric
 from verl_rc.ppo.mini_batches import MiniBatch
@@ -22,22 +22,25 @@ class ActorGroup(RankGroup):
     role = "actor"
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> TokenScores:
+    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
         """Log-probs, entropys and, where needed, sums of squared probabilities ``[B, R]`` of all rows, under the current
         weights."""
-        return TokenScores(*self.score("compute_log_probs", tokens, limit))
+        answer = self.score("compute_log_probs", tokens, limit)
+        return Timed(TokenScores(*answer.result), answer.busy_seconds)
 
-    def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Tensor:
+    def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
-        return self.score("compute_reference_log_probs", tokens, limit)[0]
+        return self.score_one("compute_reference_log_probs", tokens, limit)
 
     def update(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, order: UpdateOrder
-    ) -> UpdateReport:
+    ) -> Timed[UpdateReport]:
         """One optimizer step per mini-batch on all ranks; ``order`` says everything but which rows. One report for all ranks."""
         parts = self.split(batch, mini_batches, limit)
-        reports: list[UpdateReport] = self.call_update([(rows, replace(order, mini_batches=own)) for rows, own in parts])
-        return replace(reports[0], metrics=[metric for report in reports for metric in report.metrics])
+        answers = self.call_update([(rows, replace(order, mini_batches=own)) for rows, own in parts])
+        reports: list[UpdateReport] = answers.result
+        whole = replace(reports[0], metrics=[metric for report in reports for metric in report.metrics])
+        return Timed(whole, answers.busy_seconds)
 
     def manifest(self) -> Manifest:
         """What a weight update consists of."""
@@ -75,14 +78,14 @@ class CriticGroup(RankGroup):
     role = "critic"
     worker = "verl_rc.workers.critic_worker:CriticWorker"
 
-    def compute_values(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Tensor:
+    def compute_values(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Values ``[B, R]`` of all rows."""
-        return self.score("compute_values", tokens, limit)[0]
+        return self.score_one("compute_values", tokens, limit)
 
-    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> list[Metric]:
+    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> Timed[list[Metric]]:
         """One optimizer step per mini-batch on all ranks; returns the metric records of all ranks."""
-        records: list[list[Metric]] = self.call_update(self.split(batch, mini_batches, limit))
-        return [metric for of_rank in records for metric in of_rank]
+        answers = self.call_update(self.split(batch, mini_batches, limit))
+        return Timed([metric for of_rank in answers.result for metric in of_rank], answers.busy_seconds)
 
 
 class ReferenceGroup(RankGroup):
@@ -91,6 +94,6 @@ class ReferenceGroup(RankGroup):
     role = "reference"
     worker = "verl_rc.workers.reference_worker:ReferenceWorker"
 
-    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Tensor:
+    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows under the reference policy."""
-        return self.score("compute_log_probs", tokens, limit)[0]
+        return self.score_one("compute_log_probs", tokens, limit)

@@ -7,10 +7,13 @@ Records are tensordict tensorclasses: they index by rows, concatenate, and cross
 """
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from tensordict import TensorClass
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def _check(record: object, per_row: dict[str, torch.dtype], per_token: dict[str, torch.dtype]) -> None:
@@ -182,6 +185,15 @@ class TokenScores:
     """float32 ``[B, R]``: sum over the vocabulary of squared probabilities; None when not asked for."""
 
 
+@dataclass(frozen=True)
+class Timed(Generic[T]):
+    """The result of a call to other processes, and how long they computed."""
+
+    result: T
+    busy_seconds: float
+    """Seconds the slowest of them itself computed; the rest of the wait was transport."""
+
+
 def positions_mask(lengths: Tensor, width: int) -> Tensor:
     """bool ``[B, width]``: True at the first ``lengths[i]`` positions of row i."""
     return torch.arange(width, device=lengths.device) < lengths[:, None]
@@ -207,6 +219,7 @@ __all__ = [
     "PolicyEvaluations",
     "RolloutBatch",
     "TokenBatch",
+    "Timed",
     "TokenScores",
     "TrainBatch",
     "left_padded",

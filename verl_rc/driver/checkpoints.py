@@ -3,30 +3,21 @@
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, check_same_model, shards_problem
+from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, SavedRun, check_same_model, shards_problem
 from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.config.secrets import public_values
 from verl_rc.driver.announce import say
-from verl_rc.driver.run import Run
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint that a run goes on from."""
-
-    folder: Path
-    state: RunState
-
-
-def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Resumed | None]:
-    """The run's checkpoints, and the one to go on from as ``trainer.resume_mode`` says; None: start anew.
+def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path | None, RunState]:
+    """The run's checkpoints, the one to go on from as ``trainer.resume_mode`` says (None: start anew), and the run's state.
 
     Raises ``ConfigError`` when there is none that fits this run.
     """
@@ -39,19 +30,19 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Resume
         for message in messages:
             say("%s", message)
         if folder is None:
-            return store, None
-        state = RunState.load(folder)
-        check_same_model(state.config, config.model_dump(mode="json"))
+            return store, None, RunState()
+        saved = SavedRun.load(folder)
+        check_same_model(saved.config, config.model_dump(mode="json"))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    say("going on from %s: %d steps are done", folder, state.step)
-    return store, Resumed(folder, state)
+    say("going on from %s: %d steps are done", folder, saved.state.step)
+    return store, folder, saved.state
 
 
 def _problem(folder: Path, config: RunConfig) -> str | None:
     """Why a checkpoint cannot be used, if it cannot."""
     try:
-        RunState.load(folder)
+        SavedRun.load(folder)
     except CheckpointError as error:
         return str(error)
     problem = shards_problem(folder / "actor")
@@ -60,62 +51,52 @@ def _problem(folder: Path, config: RunConfig) -> str | None:
     return problem
 
 
-def restore(run: Run, resumed: Resumed) -> None:
-    """Set everything in the driver as it was; models and data have been loaded before."""
-    state, progress = resumed.state, run.progress
-    progress.step = state.step
-    progress.control = progress.control.resumed(state.control)
-    run.skipped_updates.in_a_row = state.skipped_in_a_row
-    run.gap_monitor.calibrated = state.gap_limits["rollouts"]
-    run.canary_monitor.calibrated = state.gap_limits["canary"]
-
-
-def write(run: Run, step: int, record: StepRecord) -> None:
-    """Write a checkpoint of the step beside its place, if one is due; ``commit`` puts it there.
+def write(services: Services, state: RunState, record: StepRecord) -> None:
+    """Write a checkpoint of ``state`` beside its place, if one is due; ``commit`` puts it there.
 
     One is due every ``trainer.save_freq`` steps, at the end, and when the run was asked to stop; never if that is <= 0, unless an
     alert ends the run. With ``checkpoint.async_save`` it is only copied here, once the one before is written.
     """
-    frequency = run.config.trainer.save_freq
-    wanted = run.stop.settle() and (frequency > 0 or run.stop.reason is not None)
-    if not run.is_due(frequency, step) and not wanted:
+    step, frequency = state.step, services.config.trainer.save_freq
+    wanted = services.stop.settle() and (frequency > 0 or services.stop.reason is not None)
+    if not services.is_due(frequency, step) and not wanted:
         return
     with record.stage("save_checkpoint"):
-        _commit_begun(run, wait=True)
-        with _explained(run, step):
-            folder = run.checkpoints.begin(step).resolve()
-            pending = [pending for group in _learners(run) for pending in group.save(folder / group.role)]
-            _state_after(run, step).save(folder)
+        _commit_begun(services, wait=True)
+        with _explained(services, step):
+            folder = services.checkpoints.begin(step).resolve()
+            pending = [pending for group in _learners(services) for pending in group.save(folder / group.role)]
+            SavedRun(state, public_values(services.config), services.actor.num_ranks).save(folder)
             wait_for_all(pending)
 
 
-def commit(run: Run, step: int) -> None:
+def commit(services: Services, step: int) -> None:
     """Make what was written count, now that the step's metrics are written too: a crash before this repeats the step.
 
     What is still being written counts after a later step; after the last one it is waited for.
     """
-    if run.checkpoints.begun == step:  # the step is saved: who asked meanwhile need not wait for another
-        run.stop.settle()
-    _commit_begun(run, wait=run.stop.settled or step == run.total_steps)
+    if services.checkpoints.begun == step:  # the step is saved: who asked meanwhile need not wait for another
+        services.stop.settle()
+    _commit_begun(services, wait=services.stop.settled or step == services.total_steps)
 
 
-def _commit_begun(run: Run, wait: bool) -> None:
-    step = run.checkpoints.begun
+def _commit_begun(services: Services, wait: bool) -> None:
+    step = services.checkpoints.begun
     if step is None:
         return
-    with _explained(run, step):
-        if all(wait_for_all([pending for group in _learners(run) for pending in group.has_saved(wait)])):
-            run.checkpoints.commit(step)
+    with _explained(services, step):
+        if all(wait_for_all([pending for group in _learners(services) for pending in group.has_saved(wait)])):
+            services.checkpoints.commit(step)
         else:
-            run.checkpoints.seal(step)
+            services.checkpoints.seal(step)
 
 
-def _learners(run: Run) -> list[ActorGroup | CriticGroup]:
-    return [run.actor] if run.critic is None else [run.actor, run.critic]
+def _learners(services: Services) -> list[ActorGroup | CriticGroup]:
+    return [services.actor] if services.critic is None else [services.actor, services.critic]
 
 
 @contextmanager
-def _explained(run: Run, step: int) -> Iterator[None]:
+def _explained(services: Services, step: int) -> Iterator[None]:
     """What went wrong with the disk says what is left: the checkpoints before, which a failed one does not touch."""
     try:
         yield
@@ -124,12 +105,12 @@ def _explained(run: Run, step: int) -> Iterator[None]:
         if not isinstance(cause, (OSError, CheckpointError)):
             raise
         raise CheckpointError(
-            f"the checkpoint of step {step} must be written to {run.folder}, but: {cause} {_what_is_left(run)}"
+            f"the checkpoint of step {step} must be written to {services.folder}, but: {cause} {_what_is_left(services)}"
         ) from error
 
 
 @contextmanager
-def full_disk_explained(run: Run) -> Iterator[None]:
+def full_disk_explained(services: Services) -> Iterator[None]:
     """A disk that has no room for metrics or samples ends the run as one that has none for a checkpoint does."""
     try:
         yield
@@ -137,24 +118,11 @@ def full_disk_explained(run: Run) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise CheckpointError(
-            f"the disk must have room for what the run writes to {run.folder}, but: {error}. {_what_is_left(run)}"
+            f"the disk must have room for what the run writes to {services.folder}, but: {error}. {_what_is_left(services)}"
         ) from error
 
 
-def _what_is_left(run: Run) -> str:
-    newest = next(iter(run.checkpoints.newest_first()), None)
+def _what_is_left(services: Services) -> str:
+    newest = next(iter(services.checkpoints.newest_first()), None)
     left = "There is no earlier checkpoint" if newest is None else f"{newest} is still the newest one, whole and usable"
     return f"{left}. Make room (fewer checkpoints: trainer.max_actor_ckpt_to_keep) and start the same command again."
-
-
-def _state_after(run: Run, step: int) -> RunState:
-    return RunState(
-        step=step,
-        loader=run.prompts.state_dict(),
-        control=run.progress.control.state(),
-        gap_limits={"rollouts": run.gap_monitor.calibrated, "canary": run.canary_monitor.calibrated},
-        skipped_in_a_row=run.skipped_updates.in_a_row,
-        tracker_run_id=run.tracker.run_id,
-        num_ranks=run.actor.num_ranks,
-        config=public_values(run.config),
-    )

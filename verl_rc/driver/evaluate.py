@@ -6,46 +6,39 @@ from collections import defaultdict
 from numbers import Real
 from typing import TypeGuard
 
-from verl_rc.data.dataset import PromptRow
-from verl_rc.driver import stages
-from verl_rc.driver.run import Run
+from verl_rc.checkpoint import RunState
+from verl_rc.data.samples import Samples
+from verl_rc.driver import stages, weights
+from verl_rc.driver.sample import as_rollouts, score
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.best_of_n import Sample, summarise_samples
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
-def validate(run: Run, record: StepRecord, step: int = 0) -> float:
+def validate(services: Services, state: RunState, record: StepRecord, step: int) -> float:
     """Sample every validation prompt ``val_kwargs.n`` times; returns the mean accuracy of all samples for the closing line.
 
     Every sample has the same seed at every step, so two validations differ by the weights alone.
     """
-    options = run.config.actor_rollout_ref.rollout.val_kwargs
-    rows = [row for row in run.validation_rows for _ in range(options.n)]
-    requests = [
-        GenerationRequest(
-            row.prompt_token_ids,
-            request_seed({"seed": run.config.trainer.seed, "validation_row": row.row_index, "sample": index % options.n}),
-        )
-        for index, row in enumerate(rows)
-    ]
-    sampling = SamplingOptions.for_validation(options, run.config.data.max_response_length, run.stop_token_ids)
     with record.stage("testing"):
-        scored = _score_in_batches(run, rows, requests, sampling)
-    record.add(validation_metrics(rows, scored, options.n))
-    _show_samples(run, rows, scored, step)
-    if run.config.trainer.validation_data_dir is not None:
-        stages.write_samples(run.config.trainer.validation_data_dir, step, rows, scored)
-    return math.fsum(scored.accuracies()) / len(rows)
+        samples = _sample_in_batches(services, state, record, step)
+    record.add(validation_metrics(samples, services.config.actor_rollout_ref.rollout.val_kwargs.n))
+    _show_samples(services, samples, step)
+    if services.config.trainer.validation_data_dir is not None:
+        stages.write_samples(services.config.trainer.validation_data_dir, samples, step)
+    return math.fsum(samples.accuracies()) / len(samples)
 
 
-def validation_metrics(rows: list[PromptRow], scored: stages.ScoredTexts, samples_per_prompt: int) -> dict[str, float]:
+def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, float]:
     """Statistics of every data source and variable: ``val-core`` for the headline, ``val-aux`` for the rest.
 
     Variables are the reward and the numeric columns of the reward function. A sample without a finite number (None, NaN)
     does not count; a variable that no sample of a source has is left out there. ``acc`` makes the headline where there is
     one, else the reward. Samples vote (``maj@n``) by the column ``pred``.
     """
-    columns: dict[str, list[object]] = {**scored.extras, "reward": list(scored.scores.tolist())}
+    rows = samples.rows
+    columns: dict[str, list[object]] = {**samples.extras, "reward": list(samples.scores.tolist())}
     votes = columns.pop("pred", [None] * len(rows))
     answers = [None if vote is None else str(vote) for vote in votes]
     indices_by_source: dict[str, list[int]] = defaultdict(list)
@@ -57,8 +50,8 @@ def validation_metrics(rows: list[PromptRow], scored: stages.ScoredTexts, sample
         by_variable = {}
         for variable, column in columns.items():
             values = [(index, column[index]) for index in indices]
-            samples = [Sample(rows[i].row_index, float(value), answers[i]) for i, value in values if _is_finite(value)]
-            by_variable[variable] = summarise_samples(samples, samples_per_prompt)
+            finite = [Sample(rows[i].row_index, float(value), answers[i]) for i, value in values if _is_finite(value)]
+            by_variable[variable] = summarise_samples(finite, samples_per_prompt)
         core_variable = "acc" if by_variable.get("acc") else "reward"
         for variable, statistics in by_variable.items():
             for name, value in statistics.items():
@@ -71,30 +64,39 @@ def _is_finite(value: object) -> TypeGuard[Real]:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def _score_in_batches(
-    run: Run, rows: list[PromptRow], requests: list[GenerationRequest], sampling: SamplingOptions
-) -> stages.ScoredTexts:
-    """``data.val_batch_size`` prompts at once, with all their samples."""
-    prompts_at_once = run.config.data.val_batch_size or len(run.validation_rows)
-    size = prompts_at_once * run.config.actor_rollout_ref.rollout.val_kwargs.n
+def _sample_in_batches(services: Services, state: RunState, record: StepRecord, step: int) -> Samples:
+    """``data.val_batch_size`` prompts at once, with all their samples; the engines hold version ``step`` of the weights."""
+    data, options = services.config.data, services.config.actor_rollout_ref.rollout.val_kwargs
+    rows = [row for row in services.validation_rows for _ in range(options.n)]
+    requests = [
+        GenerationRequest(
+            row.prompt_token_ids,
+            request_seed(
+                {"seed": services.config.trainer.seed, "validation_row": row.row_index, "sample": index % options.n}
+            ),
+        )
+        for index, row in enumerate(rows)
+    ]
+    sampling = SamplingOptions.for_validation(options, data.max_response_length, services.stop_token_ids)
+    size = (data.val_batch_size or len(services.validation_rows)) * options.n
     parts = []
     for start in range(0, len(rows), size):
         batch = requests[start : start + size]
-        completions = run.sampler.generate(batch, sampling)
-        rollouts = stages.as_rollouts(run, batch, completions)
-        parts.append(stages.score(run, rows[start : start + size], rollouts, StepRecord()))
-    return stages.ScoredTexts.concatenated(parts)
+        completions = weights.generate(services, state, batch, sampling, step, record).result
+        rollouts = as_rollouts(services, batch, completions)
+        parts.append(score(services, rows[start : start + size], rollouts, StepRecord()))
+    return Samples.joined(parts, services.tokenizer.pad_token_id)
 
 
-def _show_samples(run: Run, rows: list[PromptRow], scored: stages.ScoredTexts, step: int) -> None:
+def _show_samples(services: Services, samples: Samples, step: int) -> None:
     """``trainer.log_val_generations`` samples of the same prompts at every step, the samples of a prompt together."""
-    count = run.config.trainer.log_val_generations
+    count = services.config.trainer.log_val_generations
     if count == 0:
         return
-    samples_per_prompt = len(rows) // len(run.validation_rows)
-    num_prompts = min(math.ceil(count / samples_per_prompt), len(run.validation_rows))
-    prompts = sorted(random.Random(42).sample(range(len(run.validation_rows)), num_prompts))
+    samples_per_prompt = len(samples) // len(services.validation_rows)
+    num_prompts = min(math.ceil(count / samples_per_prompt), len(services.validation_rows))
+    prompts = sorted(random.Random(42).sample(range(len(services.validation_rows)), num_prompts))
     chosen = [prompt * samples_per_prompt + sample for prompt in prompts for sample in range(samples_per_prompt)][:count]
-    scores = scored.scores.tolist()
-    table = [[rows[i].messages[-1]["content"], scored.texts[i], str(rows[i].ground_truth), scores[i]] for i in chosen]
-    run.tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)
+    rows, scores = samples.rows, samples.scores.tolist()
+    table = [[rows[i].messages[-1]["content"], samples.texts[i], str(rows[i].ground_truth), scores[i]] for i in chosen]
+    services.tracker.log_table("val/generations", ["input", "output", "ground_truth", "score"], table, step)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, load_full_state_dict
+from verl_rc.checkpoint import CheckpointError, CheckpointStore, SavedRun, load_full_state_dict
 from verl_rc.checkpoint.shards import is_frozen, named_tensors
 from verl_rc.config.errors import listed
 from verl_rc.config.model import ModelConfig
@@ -103,8 +103,8 @@ def export_checkpoint(request: ExportRequest) -> str:
 
 def _open_source(request: ExportRequest) -> _Source:
     """Find the shards and the base model. Raises ``CheckpointError`` and ``ExportError``."""
-    state = _load_state(request.checkpoint)
-    actor, critic = state.config["actor_rollout_ref"], state.config["critic"]
+    saved = _load_saved_run(request.checkpoint)
+    actor, critic = saved.config["actor_rollout_ref"], saved.config["critic"]
     folder = request.checkpoint / ("critic" if request.part == "critic" else "actor")
     if request.part == "critic" and not folder.is_dir():
         raise ExportError(f"--critic needs a run that trains a critic, but {request.checkpoint} holds none. Leave --critic out.")
@@ -117,7 +117,7 @@ def _open_source(request: ExportRequest) -> _Source:
     path = _local_path(request.model or model.path)
     return _Source(
         folder,
-        state.step,
+        saved.state.step,
         model.model_copy(update={"path": path}),
         _read_model_config(path, model.trust_remote_code),
         path if request.model else _local_path(actor["model"]["path"]),
@@ -125,9 +125,9 @@ def _open_source(request: ExportRequest) -> _Source:
     )
 
 
-def _load_state(checkpoint: Path) -> RunState:
+def _load_saved_run(checkpoint: Path) -> SavedRun:
     try:
-        return RunState.load(checkpoint)
+        return SavedRun.load(checkpoint)
     except CheckpointError as error:
         inside = CheckpointStore(checkpoint, keep=None).newest_first()
         if inside:

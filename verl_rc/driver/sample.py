@@ -1,61 +1,45 @@
-"""Sampling what a step trains on: once, or until enough prompts tell something."""
+"""Sampling what a step trains on: once, or until there are enough prompts whose samples differ in their scores."""
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Real
 
 import torch
 from torch import Tensor
 
+from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.config.algorithm import REWARD_METRICS
-from verl_rc.data.batches import RolloutBatch
+from verl_rc.data.batches import Completions, RolloutBatch, Timed, unpadded
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.joining import join_rollouts, take_groups
-from verl_rc.driver import stages
-from verl_rc.driver.run import Run
-from verl_rc.driver.stages import ScoredTexts
+from verl_rc.data.samples import Samples
+from verl_rc.driver import weights
+from verl_rc.driver.scoring import reward_metrics
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.group_filter import informative_groups
 from verl_rc.rewards.overlong import overlong_penalty
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.collect import build_rollout_batch, check_versions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
-@dataclass(frozen=True)
-class SampledBatch:
-    """Samples and their scores; every prompt has all its samples."""
+def sample_batch(
+    services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord
+) -> Samples:
+    """Responses to ``prompts`` and their scores; the engines sleep afterwards.
 
-    prompts: list[PromptRow]
-    """``rollouts.group_ids`` count them."""
-    rollouts: RolloutBatch
-    scored: ScoredTexts
-    greedy_scores: Tensor | None = None
-    """float32 ``[B]``: score of the greedy response to each row's prompt; None unless the estimator is ``remax``."""
-    component_scores: Tensor | None = None
-    """float32 ``[B, K]``: parts of the reward; None unless the estimator is ``gdpo``."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the policy produced."""
-        return int(torch.count_nonzero(self.rollouts.response_mask))
-
-    def taken(self, groups: list[int]) -> "SampledBatch":
-        """The samples of some prompts, which are renumbered."""
-        rollouts, rows = take_groups(self.rollouts, groups)
-        return SampledBatch([self.prompts[group] for group in groups], rollouts, self.scored.taken(rows))
-
-
-def sample_batch(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> SampledBatch:
-    """Responses to ``prompts`` and their scores, and the engines asleep; with ``algorithm.filter_groups`` to those prompts that
-    tell something, and to further ones until ``data.train_batch_size`` of them are there."""
-    sampler = _Sampler(run, step, record)
-    filtered = run.config.algorithm.filter_groups.enable
+    With ``algorithm.filter_groups`` only prompts stay whose samples differ in their scores, and further ones are drawn until
+    there are ``data.train_batch_size`` of them.
+    """
+    sampler = _Sampler(services, state, record)
+    filtered = services.config.algorithm.filter_groups.enable
     batch = _informative_batch(sampler, prompts, epoch) if filtered else sampler.sample(prompts, epoch)
-    if run.config.algorithm.estimator_reads("reward_baselines"):
-        batch = replace(batch, greedy_scores=sampler.greedy_scores(batch))
-    if run.config.algorithm.gdpo_reward_keys is not None:
-        batch = replace(batch, component_scores=_component_scores(batch.scored, run.config.algorithm.gdpo_reward_keys, record))
+    if services.config.algorithm.estimator_reads("reward_baselines"):
+        batch = replace(batch, reward_baselines=sampler.greedy_scores(batch))
+    if services.config.algorithm.gdpo_reward_keys is not None:
+        batch = replace(batch, component_scores=_component_scores(batch, services.config.algorithm.gdpo_reward_keys, record))
     sampler.finish(batch)
     return batch
 
@@ -63,90 +47,93 @@ def sample_batch(run: Run, prompts: list[PromptRow], step: int, epoch: int, reco
 class _Sampler:
     """Generates and scores for one step, and counts what that takes."""
 
-    def __init__(self, run: Run, step: int, record: StepRecord) -> None:
-        self.run, self.step, self.record = run, step, record
+    def __init__(self, services: Services, state: RunState, record: StepRecord) -> None:
+        self.services, self.state, self.record = services, state, record
         self._response_tokens = 0
         self._busy_seconds = 0.0
 
-    def sample(self, prompts: list[PromptRow], epoch: int) -> SampledBatch:
+    def sample(self, prompts: list[PromptRow], epoch: int) -> Samples:
         """``rollout.n`` responses per prompt, with their scores."""
-        rollouts = stages.generate(self.run, prompts, self.step, epoch, self.record)
-        self._response_tokens += int(torch.count_nonzero(rollouts.response_mask))
-        self._busy_seconds += self.run.sampler.busy_seconds
-        return SampledBatch(prompts, rollouts, self._scored(prompts, rollouts))
+        answer = generate(self.services, self.state, prompts, epoch, self.record)
+        self._response_tokens += int(torch.count_nonzero(answer.result.response_mask))
+        self._busy_seconds += answer.busy_seconds
+        return self._scored(prompts, answer.result)
 
-    def greedy_scores(self, batch: SampledBatch) -> Tensor:
+    def greedy_scores(self, batch: Samples) -> Tensor:
         """One greedy response per prompt; its score for each row of the prompt, float32 ``[B]``."""
-        run, record = self.run, self.record
-        sampling = SamplingOptions.for_training(run.config.actor_rollout_ref.rollout, run.stop_token_ids)
+        services, record = self.services, self.record
+        sampling = SamplingOptions.for_training(services.config.actor_rollout_ref.rollout, services.stop_token_ids)
         requests = [GenerationRequest(row.prompt_token_ids, seed=0) for row in batch.prompts]
         with record.stage("gen_max"):
-            completions = run.sampler.generate(requests, replace(sampling, temperature=0.0))
-        record.add_busy("gen_max", run.sampler.busy_seconds)
-        record.ledger.sampled(stages.sampled_tokens(completions))
-        record.ledger.book({"baseline": stages.sampled_tokens(completions)})
-        greedy = stages.as_rollouts(run, requests, completions)
+            answer = weights.generate(
+                services, self.state, requests, replace(sampling, temperature=0.0), self.state.step, record
+            )
+        record.add_busy("gen_max", answer.busy_seconds)
+        record.ledger.sampled(sampled_tokens(answer.result))
+        record.ledger.book({"baseline": sampled_tokens(answer.result)})
+        greedy = as_rollouts(services, requests, answer.result)
         scores = self._scored(batch.prompts, greedy).scores
         record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
         return scores[batch.rollouts.group_ids]
 
-    def finish(self, batch: SampledBatch) -> None:
+    def finish(self, batch: Samples) -> None:
         """Put the engines to sleep and report."""
         self.record.ledger.book_prompts({"in_batch": len(batch.prompts)})
         with self.record.stage("gen"), suppress(EnginesLostError):  # its samples are here; the next weight update replaces it
-            self.run.engines.sleep()
+            self.services.engines.sleep()
         self.record.add({"perf/rollout_tokens_per_second": self._response_tokens / self._busy_seconds})
         lengths = batch.rollouts.tokens.sequence_lengths
-        self.record.count_tokens(self._response_tokens, int(lengths.sum()), self.run.config.num_devices)
-        if self.run.config.reward.reward_kwargs.overlong_buffer_cfg.enable:
+        self.record.count_tokens(self._response_tokens, int(lengths.sum()), self.services.config.num_devices)
+        if self.services.config.reward.reward_kwargs.overlong_buffer_cfg.enable:
             penalties = self._overlong_penalties(batch.rollouts).double()
             spread = {"mean": penalties.mean(), "min": penalties.min(), "max": penalties.max()}
             self.record.add({f"critic/overlong_reward/{name}": float(value) for name, value in spread.items()})
             self.record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
 
-    def _scored(self, prompts: list[PromptRow], rollouts: RolloutBatch) -> ScoredTexts:
-        """The reward function's scores, less the overlong penalty."""
-        scored = stages.score(self.run, prompts, rollouts, self.record)
-        buffer = self.run.config.reward.reward_kwargs.overlong_buffer_cfg
+    def _scored(self, prompts: list[PromptRow], rollouts: RolloutBatch) -> Samples:
+        """With the reward function's scores, less the overlong penalty."""
+        samples = score(self.services, prompts, rollouts, self.record)
+        buffer = self.services.config.reward.reward_kwargs.overlong_buffer_cfg
         if not buffer.enable:
-            return scored
+            return samples
         penalties = self._overlong_penalties(rollouts)
-        extras = dict(scored.extras)
+        extras = dict(samples.extras)
         if buffer.log:
             extras |= {"overlong_reward": penalties.tolist(), "overlong": (penalties < 0).tolist()}
-        return replace(scored, scores=scored.scores + penalties, extras=extras, unpenalised=scored.scores)
+        return replace(samples, scores=samples.scores + penalties, extras=extras, unpenalised=samples.scores)
 
     def _overlong_penalties(self, rollouts: RolloutBatch) -> Tensor:
-        kwargs = self.run.config.reward.reward_kwargs
+        kwargs = self.services.config.reward.reward_kwargs
         buffer = kwargs.overlong_buffer_cfg
         assert buffer.len is not None
         assert kwargs.max_resp_len is not None
         return overlong_penalty(rollouts.tokens.response_lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
 
 
-def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) -> SampledBatch:
+def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) -> Samples:
     """Dynamic sampling: draw, sample and filter until there are enough prompts.
 
     Prompts that were drawn are used up: those filtered out, and those beyond the batch size, which are counted and come again in
     the next epoch. Raises ``ValueError`` when ``max_num_gen_batches`` do not give enough.
     """
-    run, wanted = sampler.run, sampler.run.config.data.train_batch_size
-    groups = run.config.algorithm.filter_groups
+    services, wanted = sampler.services, sampler.services.config.data.train_batch_size
+    groups = services.config.algorithm.filter_groups
     drawn = [sampler.sample(prompts, epoch)]
     kept = [_informative_part(drawn[0], groups.metric)]
     while (found := sum(len(part.prompts) for part in kept)) < wanted:
         if len(drawn) == groups.max_num_gen_batches:
             raise ValueError(
-                f"step {sampler.step} needs data.train_batch_size={wanted} prompts whose samples differ in {groups.metric}, but "
-                f"algorithm.filter_groups.max_num_gen_batches={len(drawn)} batches of {run.config.data.prompts_per_draw} prompts "
-                f"gave {found}. The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
+                f"step {sampler.state.step + 1} needs data.train_batch_size={wanted} prompts whose samples differ in "
+                f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={len(drawn)} batches of "
+                f"{services.config.data.prompts_per_draw} prompts gave {found}. The prompts may be too easy or too hard; raise "
+                "the limit (0: none), or data.gen_batch_size."
             )
-        epoch, further = run.prompts.draw()
+        epoch, further = services.prompts.draw()
         drawn.append(sampler.sample(further, epoch))
         kept.append(_informative_part(drawn[-1], groups.metric))
-    samples = run.config.actor_rollout_ref.rollout.n
+    samples = services.config.actor_rollout_ref.rollout.n
     num_drawn = sum(len(part.prompts) for part in drawn)
-    scores = torch.cat([part.scored.scores for part in drawn]).double()
+    scores = torch.cat([part.scores for part in drawn]).double()
     sampler.record.add(
         {
             "training/filter_groups/gen_batches": len(drawn),
@@ -156,8 +143,8 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
             "training/filter_groups/sampled_score_mean": float(scores.mean()),
         }
     )
-    informative = _joined(kept, run.tokenizer.pad_token_id)
-    batch = informative.taken(list(range(wanted)))
+    informative = Samples.joined([part for part in kept if part.prompts], services.tokenizer.pad_token_id)
+    batch = informative.of_prompts(range(wanted))
     tokens_found = informative.num_tokens
     tokens_filtered = sum(part.num_tokens for part in drawn) - tokens_found
     sampler.record.ledger.book({"filtered": tokens_filtered, "surplus": tokens_found - batch.num_tokens})
@@ -165,43 +152,87 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
     return batch
 
 
-def _informative_part(part: SampledBatch, metric: str) -> SampledBatch:
-    scored = part.scored
-    if metric == "score" and scored.unpenalised is not None:
-        scored = replace(scored, scores=scored.unpenalised)
-    values = _numbers(scored, metric, "algorithm.filter_groups.metric")
-    return part.taken(informative_groups(values, part.rollouts.group_ids.tolist()))
+def _informative_part(part: Samples, metric: str) -> Samples:
+    scores = part.unpenalised if metric == "score" and part.unpenalised is not None else part.scores
+    values = _numbers(replace(part, scores=scores), metric, "algorithm.filter_groups.metric")
+    return part.of_prompts(informative_groups(values, part.rollouts.group_ids.tolist()))
 
 
-def _joined(parts: list[SampledBatch], pad_token_id: int) -> SampledBatch:
-    parts = [part for part in parts if part.prompts]
-    prompts: list[PromptRow] = []
-    for part in parts:
-        part.rollouts.group_ids += len(prompts)
-        prompts += part.prompts
-    rollouts = join_rollouts([part.rollouts for part in parts], pad_token_id)
-    return SampledBatch(prompts, rollouts, ScoredTexts.concatenated([part.scored for part in parts]))
-
-
-def _component_scores(scored: ScoredTexts, keys: list[str], record: StepRecord) -> Tensor:
+def _component_scores(samples: Samples, keys: list[str], record: StepRecord) -> Tensor:
     """The columns that ``gdpo`` normalises one by one, float32 ``[B, K]``."""
-    columns = torch.tensor([_numbers(scored, key, "algorithm.gdpo_reward_keys") for key in keys], dtype=torch.float32)
+    columns = torch.tensor([_numbers(samples, key, "algorithm.gdpo_reward_keys") for key in keys], dtype=torch.float32)
     for key, column in zip(keys, columns.double(), strict=True):
         record.add({f"gdpo/{key}/mean": float(column.mean()), f"gdpo/{key}/std": float(column.std(correction=0))})
         record.add({f"gdpo/{key}/max": float(column.max()), f"gdpo/{key}/min": float(column.min())})
     return columns.T.contiguous()
 
 
-def _numbers(scored: ScoredTexts, name: str, key: str) -> list[float]:
+def _numbers(samples: Samples, name: str, key: str) -> list[float]:
     """One finite number per sample. Raises ``ValueError`` naming the configuration ``key`` when the column has none."""
     if name in ("score", *REWARD_METRICS):
-        scores: list[float] = scored.scores.tolist()
+        scores: list[float] = samples.scores.tolist()
         return scores
-    values = scored.extras.get(name, [])
+    values = samples.extras.get(name, [])
     numbers = [float(value) for value in values if isinstance(value, Real) and math.isfinite(value)]
-    if len(numbers) != len(scored.texts):
+    if len(numbers) != len(samples):
         raise ValueError(
             f"{key} must name the score or a column of finite numbers that the reward function returns for every sample, got "
-            f"{name!r}; it returned the columns {sorted(scored.extras)}."
+            f"{name!r}; it returned the columns {sorted(samples.extras)}."
         )
     return numbers
+
+
+def generate(
+    services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord
+) -> Timed[RolloutBatch]:
+    """Sample ``rollout.n`` responses per prompt; rows of one prompt are adjacent."""
+    rollout = services.config.actor_rollout_ref.rollout
+    identity = {"seed": services.config.trainer.seed, "step": state.step + 1, "epoch": epoch}
+    requests = [
+        GenerationRequest(row.prompt_token_ids, request_seed({**identity, "row": row.row_index, "sample": sample}))
+        for row in prompts
+        for sample in range(rollout.n)
+    ]
+    groups = [index for index in range(len(prompts)) for _ in range(rollout.n)]
+    with record.stage("gen"):
+        options = SamplingOptions.for_training(rollout, services.stop_token_ids)
+        answer = weights.generate(services, state, requests, options, state.step, record)
+        rollouts = as_rollouts(services, requests, answer.result, groups)
+        record.ledger.sampled(sampled_tokens(answer.result), prompts=len(prompts))
+        check_versions(rollouts, expected_version=state.step)
+        record.add_busy("gen", answer.busy_seconds)
+    return Timed(rollouts, answer.busy_seconds)
+
+
+def sampled_tokens(completions: Completions) -> int:
+    """Tokens that the policy produced, as the engines returned them."""
+    mask = completions.response_mask
+    return int(completions.response_lengths.sum() if mask is None else torch.count_nonzero(mask))
+
+
+def as_rollouts(
+    services: Services, requests: list[GenerationRequest], completions: Completions, group_ids: Sequence[int] | None = None
+) -> RolloutBatch:
+    """Requests and their completions as one batch; without ``group_ids`` each is a prompt of its own."""
+    prompts = [request.prompt_token_ids for request in requests]
+    ids = range(len(requests)) if group_ids is None else group_ids
+    return build_rollout_batch(prompts, ids, completions, pad_token_id=services.tokenizer.pad_token_id)
+
+
+def score(services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> Samples:
+    """Decode every response and have it scored."""
+    with record.stage("reward"):
+        texts = decode(services, rollouts)
+        outputs = services.scorer.score([prompts[group] for group in rollouts.group_ids.tolist()], texts)
+    record.add_records(reward_metrics(outputs))
+    names = sorted({name for output in outputs for name in output.extras})
+    extras = {name: [output.extras.get(name) for output in outputs] for name in names}
+    scores = torch.tensor([output.score for output in outputs], dtype=torch.float32)
+    return Samples(rollouts, scores, prompts=prompts, texts=texts, extras=extras)
+
+
+def decode(services: Services, rollouts: RolloutBatch) -> list[str]:
+    """Response texts without special tokens."""
+    rows = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)
+    texts: list[str] = services.tokenizer.batch_decode(rows, skip_special_tokens=True)
+    return texts

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from verl_rc.advantage import resolve_advantage_estimator
+from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
@@ -28,31 +28,26 @@ from verl_rc.data.dataset import PromptDataset, PromptRow, build_train_loader, b
 from verl_rc.data.prompt_lengths import describe_lengths
 from verl_rc.data.prompt_stream import PromptStream
 from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.driver import checkpoints, weights
+from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
 from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.recovery import Recovery
-from verl_rc.driver.run import Progress, Run
 from verl_rc.driver.scoring import open_scorer
+from verl_rc.driver.services import Services
 from verl_rc.losses import resolve_policy_loss
-from verl_rc.metrics.sinks import FormerLife, open_tracker
+from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.ppo.choices import policy_loss_name
-from verl_rc.ppo.control import Control
-from verl_rc.ppo.nonfinite_updates import NonFiniteUpdateGuard
-from verl_rc.ppo.reward_watch import RewardWatch
-from verl_rc.ppo.skipped_updates import SkippedUpdateGuard
 from verl_rc.report.explain import plan_text, write_plan
 from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
 from verl_rc.rollout.sampling import EngineOptions
-from verl_rc.weight_sync.proof import GapMonitor, engine_precision
+from verl_rc.weight_sync.proof import GapLimit, engine_precision
 
 
 @contextmanager
-def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
+def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[Services, RunState]]:
     """Set a run up, or go on with one, and take it down again, whatever happens in between."""
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
-    store, resumed = checkpoints.choose(config, folder)
+    store, resumed, state = checkpoints.choose(config, folder)
     _find_objective(config)
     _show_plan(config, folder)
     with ExitStack() as stack:
@@ -70,12 +65,12 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         )
         with announced("data and tokenizer"), _mistakes_are_the_users():
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-            data, sampler = _with_tools(config, tokenizer, engines)
+            data, agent_loop = _with_tools(config, tokenizer)
             loader = build_train_loader(data, tokenizer, config.trainer.seed)
             validation_rows = build_validation_rows(data, tokenizer, config.trainer.seed)
             prompts = PromptStream(loader)
             if resumed is not None:
-                prompts.load_state_dict(resumed.state.loader)
+                prompts.load_state_dict(state.prompts)
             _describe_prompts(loader.dataset, validation_rows, data.max_prompt_length)
             sources = {row.data_source: f"row {row.row_index} of data.val_files" for row in validation_rows}
             sources |= loader.dataset.data_sources()
@@ -87,11 +82,11 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
         for group in groups:
             stack.enter_context(_closing(group))
         if resumed is not None:
-            with announced(f"checkpoint {resumed.folder}"), _mistakes_are_the_users():
-                wait_for_all([pending for group in learners for pending in group.load(resumed.folder / group.role)])
+            with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
+                wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
         with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
             wait_for_all(building_engines, config.trainer.ready_timeout_seconds)
-        with announced("the way weights take"):
+        with announced("the transport of weights"):
             transport = open_transport(actor, engines, placement, config)
         tracker = open_tracker(
             [*config.trainer.logger, "file"],
@@ -100,10 +95,11 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             folder,
             public_values(config),
             total_steps,
-            None if resumed is None else FormerLife(resumed.state.step, resumed.state.tracker_run_id),
+            None if resumed is None else PreviousRun(state.step, state.tracker_run_id),
         )
         stack.callback(tracker.close)
-        run = Run(
+        state.tracker_run_id = tracker.run_id
+        services = Services(
             config=config,
             folder=folder,
             tokenizer=tokenizer,
@@ -111,31 +107,22 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[Run]:
             prompts=prompts,
             validation_rows=validation_rows,
             scorer=scorer,
-            progress=Progress(step=0, control=Control.of(config.algorithm)),
             actor=actor,
             critic=critic,
             reference=reference,
             engines=engines,
-            sampler=sampler,
+            agent_loop=agent_loop,
             transport=transport,
-            recovery=Recovery(),
             checkpoints=store,
             manifest=actor.manifest(),
-            gap_monitor=_gap_monitor(config),
-            canary_monitor=_gap_monitor(config),
-            skipped_updates=SkippedUpdateGuard(config.algorithm.rollout_correction.max_skipped_updates),
-            nonfinite_updates=NonFiniteUpdateGuard(config.trainer.max_nonfinite_updates),
-            reward_watch=RewardWatch(config.trainer.alerts.reward_window, config.trainer.alerts.reward_drop),
+            gap_limit=_gap_limit(config),
             stop=StopRequest(),
             tracker=tracker,
             total_steps=total_steps,
             max_model_len=max_model_length(config),
             block_size=engines.block_size(),
         )
-        if resumed is not None:
-            checkpoints.restore(run, resumed)
-        engines.on_loss = partial(weights.restore, run)
-        yield run
+        yield services, state
 
 
 def _show_plan(config: RunConfig, folder: Path) -> None:
@@ -154,14 +141,14 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
     say("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
 
-def _with_tools(config: RunConfig, tokenizer: Any, engines: EngineGroup) -> tuple[DataConfig, EngineGroup | AgentLoop]:
-    """How prompts are rendered and what samples: with ``multi_turn`` prompts may describe tools, and their loop samples."""
+def _with_tools(config: RunConfig, tokenizer: Any) -> tuple[DataConfig, AgentLoop | None]:
+    """How prompts are rendered, and the agent loop: with ``multi_turn`` prompts may describe tools, which the loop calls."""
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     if not multi_turn.enable:
-        return config.data, engines
+        return config.data, None
     arguments = template_arguments(multi_turn, config.data.apply_chat_template_kwargs)
     data = config.data.model_copy(update={"apply_chat_template_kwargs": arguments})
-    return data, AgentLoop(engines, tokenizer, multi_turn, arguments)
+    return data, AgentLoop(tokenizer, multi_turn, arguments)
 
 
 def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
@@ -192,10 +179,10 @@ def _closing(group: RankGroup) -> Iterator[None]:
     group.close()
 
 
-def _gap_monitor(config: RunConfig) -> GapMonitor:
+def _gap_limit(config: RunConfig) -> GapLimit:
     rollout = config.actor_rollout_ref.rollout
     precision = engine_precision(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype)
-    return GapMonitor(precision, rollout.sync_proof.gap_limit)
+    return GapLimit.for_precision(precision, rollout.sync_proof.gap_limit)
 
 
 @contextmanager

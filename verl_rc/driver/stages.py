@@ -2,146 +2,56 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from verl_rc.checkpoint import RunState
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
-from verl_rc.data.batches import Completions, PolicyEvaluations, RolloutBatch, TrainBatch, unpadded
-from verl_rc.data.dataset import PromptRow
-from verl_rc.driver.run import Run
-from verl_rc.driver.scoring import reward_metrics
+from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TrainBatch
+from verl_rc.data.samples import Samples
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import Metric
+from verl_rc.metrics.sinks import health
+from verl_rc.metrics.sinks.health import HealthHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
-from verl_rc.ppo.ledger import fates_in_update
+from verl_rc.ppo.control import Control
+from verl_rc.ppo.ledger import tokens_by_fate
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
-from verl_rc.rollout.collect import build_rollout_batch, check_versions
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
+from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
-from verl_rc.workers.orders import UpdateOrder
+from verl_rc.workers.orders import UpdateOrder, UpdateReport
 
 
-@dataclass(frozen=True)
-class ScoredTexts:
-    """Decoded responses and what the reward function says about them; row for row with the rollouts."""
-
-    texts: list[str]
-    scores: Tensor
-    """float32 ``[B]``."""
-    extras: dict[str, list[object]]
-    """Further columns returned by the reward function, e.g. ``acc``."""
-    unpenalised: Tensor | None = None
-    """float32 ``[B]``: scores before the overlong penalty; None: there is no penalty."""
-
-    def accuracies(self) -> list[float]:
-        """``acc`` of every sample; its score where the reward function gives no ``acc``."""
-        given = self.extras.get("acc", [None] * len(self.texts))
-        pairs = zip(given, self.scores.tolist(), strict=True)
-        return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]
-
-    def taken(self, rows: list[int]) -> "ScoredTexts":
-        """Some rows, in the order given."""
-        extras = {name: [column[row] for row in rows] for name, column in self.extras.items()}
-        unpenalised = None if self.unpenalised is None else self.unpenalised[rows]
-        return ScoredTexts([self.texts[row] for row in rows], self.scores[rows], extras, unpenalised)
-
-    @classmethod
-    def concatenated(cls, parts: "list[ScoredTexts]") -> "ScoredTexts":
-        """Several parts as one, in order; an extra that a part lacks is None there."""
-        names = sorted({name for part in parts for name in part.extras})
-        extras = {
-            name: [value for part in parts for value in part.extras.get(name, [None] * len(part.texts))] for name in names
-        }
-        before = [part.unpenalised for part in parts if part.unpenalised is not None]  # all parts of a run have it, or none
-        unpenalised = torch.cat(before) if before else None
-        return cls(
-            [text for part in parts for text in part.texts], torch.cat([part.scores for part in parts]), extras, unpenalised
-        )
-
-
-def generate(run: Run, prompts: list[PromptRow], step: int, epoch: int, record: StepRecord) -> RolloutBatch:
-    """Sample ``rollout.n`` responses per prompt; rows of one prompt are adjacent."""
-    rollout = run.config.actor_rollout_ref.rollout
-    identity = {"seed": run.config.trainer.seed, "step": step, "epoch": epoch}
-    requests = [
-        GenerationRequest(row.prompt_token_ids, request_seed({**identity, "row": row.row_index, "sample": sample}))
-        for row in prompts
-        for sample in range(rollout.n)
-    ]
-    groups = [index for index in range(len(prompts)) for _ in range(rollout.n)]
-    with record.stage("gen"):
-        completions = run.sampler.generate(requests, SamplingOptions.for_training(rollout, run.stop_token_ids))
-        rollouts = as_rollouts(run, requests, completions, groups)
-        record.ledger.sampled(sampled_tokens(completions), prompts=len(prompts))
-        check_versions(rollouts, expected_version=step - 1)
-        record.add_busy("gen", run.sampler.busy_seconds)
-    return rollouts
-
-
-def sampled_tokens(completions: Completions) -> int:
-    """Tokens that the policy produced, as the engines returned them."""
-    mask = completions.response_mask
-    return int(completions.response_lengths.sum() if mask is None else torch.count_nonzero(mask))
-
-
-def as_rollouts(
-    run: Run, requests: list[GenerationRequest], completions: Completions, group_ids: Sequence[int] | None = None
-) -> RolloutBatch:
-    """Requests and their completions as one batch; without ``group_ids`` each is a prompt of its own."""
-    prompts = [request.prompt_token_ids for request in requests]
-    ids = range(len(requests)) if group_ids is None else group_ids
-    return build_rollout_batch(prompts, ids, completions, pad_token_id=run.tokenizer.pad_token_id)
-
-
-def score(run: Run, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> ScoredTexts:
-    """Decode every response and have it scored."""
-    with record.stage("reward"):
-        texts = decode(run, rollouts)
-        outputs = run.scorer.score([prompts[group] for group in rollouts.group_ids.tolist()], texts)
-    record.add_records(reward_metrics(outputs))
-    names = sorted({name for output in outputs for name in output.extras})
-    extras = {name: [output.extras.get(name) for output in outputs] for name in names}
-    return ScoredTexts(texts, torch.tensor([output.score for output in outputs], dtype=torch.float32), extras)
-
-
-def decode(run: Run, rollouts: RolloutBatch) -> list[str]:
-    """Response texts without special tokens."""
-    rows = unpadded(rollouts.tokens.responses, rollouts.tokens.response_lengths)
-    texts: list[str] = run.tokenizer.batch_decode(rows, skip_special_tokens=True)
-    return texts
-
-
-def evaluate(run: Run, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
+def evaluate(services: Services, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
     """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as far as needed."""
-    evaluations = _proximal_policy(run, rollouts, record)
-    if run.config.needs_reference:
+    evaluations = _proximal_policy(services, rollouts, record)
+    if services.config.needs_reference:
         with record.stage("ref"):
-            evaluations.ref_log_prob = _reference_log_probs(run, rollouts)
-        record.add_busy("ref", (run.reference or run.actor).busy_seconds)
-    if run.critic is not None:
+            reference = _reference_log_probs(services, rollouts)
+        record.add_busy("ref", reference.busy_seconds)
+        evaluations.ref_log_prob = reference.result
+    if services.critic is not None:
         with record.stage("values"):
-            evaluations.critic_values = run.critic.compute_values(rollouts.tokens, critic_limit(run.config))
-        record.add_busy("values", run.critic.busy_seconds)
+            values = services.critic.compute_values(rollouts.tokens, critic_limit(services.config))
+        record.add_busy("values", values.busy_seconds)
+        evaluations.critic_values = values.result
     return evaluations
 
 
-def _proximal_policy(run: Run, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
-    """Log-probs of the proximal policy; refuses the step when they show that the engine holds other weights.
-
-    In bypass mode nothing is computed: the rollout policy takes its place, and the actor makes the same check in its update.
-    """
-    if run.config.algorithm.rollout_correction.bypass_mode:
+def _proximal_policy(services: Services, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
+    """Log-probs of the proximal policy. In bypass mode nothing is computed: the rollout policy takes its place."""
+    if services.config.algorithm.rollout_correction.bypass_mode:
         return PolicyEvaluations(old_log_probs=rollouts.rollout_log_probs, batch_size=rollouts.batch_size)
     with record.stage("old_log_prob"):
-        scores = run.actor.compute_log_probs(rollouts.tokens, log_prob_limit(run.config))
-    record.add_busy("old_log_prob", run.actor.busy_seconds)
-    _check_gap(run, LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask), record)
+        answer = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config))
+    record.add_busy("old_log_prob", answer.busy_seconds)
+    scores = answer.result
     return PolicyEvaluations(
         old_log_probs=scores.log_probs,
         entropys=scores.entropys,
@@ -150,50 +60,62 @@ def _proximal_policy(run: Run, rollouts: RolloutBatch, record: StepRecord) -> Po
     )
 
 
-def _check_gap(run: Run, gap: LogProbGap, record: StepRecord) -> None:
-    """Report the gap of the step's rollouts. Raises ``SyncProofError`` when the engine cannot have held the trainer's weights."""
-    limit = run.gap_monitor.limit
-    run.gap_monitor.check(gap, "this step's rollouts")
+def _reference_log_probs(services: Services, rollouts: RolloutBatch) -> Timed[Tensor]:
+    if services.reference is None:  # LoRA: the actor without its adapters
+        return services.actor.compute_reference_log_probs(rollouts.tokens, reference_limit(services.config))
+    return services.reference.compute_log_probs(rollouts.tokens, reference_limit(services.config))
+
+
+def judge_proximal_gap(
+    services: Services, state: RunState, rollouts: RolloutBatch, evaluations: PolicyEvaluations, record: StepRecord
+) -> float | None:
+    """``judge_gap`` of the proximal policy; in bypass mode the actor finds the gap in its update, and the limit stays."""
+    if services.config.algorithm.rollout_correction.bypass_mode:
+        return state.rollout_gap_limit
+    gap = LogProbGap.between(evaluations.old_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+    return judge_gap(services, state, gap, record)
+
+
+def judge_gap(services: Services, state: RunState, gap: LogProbGap, record: StepRecord) -> float:
+    """Report the gap between trainer and engine on the step's rollouts; returns the limit that it calibrates.
+
+    Raises ``SyncProofError`` when the engine cannot have held the trainer's weights.
+    """
+    limit = services.gap_limit.in_force(state.rollout_gap_limit)
+    calibrated = services.gap_limit.after(gap, state.rollout_gap_limit, "this step's rollouts")
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit})
-
-
-def _reference_log_probs(run: Run, rollouts: RolloutBatch) -> Tensor:
-    if run.reference is None:  # LoRA: the actor without its adapters
-        return run.actor.compute_reference_log_probs(rollouts.tokens, reference_limit(run.config))
-    return run.reference.compute_log_probs(rollouts.tokens, reference_limit(run.config))
+    return calibrated
 
 
 def describe_batch(
-    run: Run,
-    scored_step: ScoredStep,
-    scored: ScoredTexts,
-    rollouts: RolloutBatch,
+    services: Services,
+    samples: Samples,
     evaluations: PolicyEvaluations,
+    scored: ScoredStep,
+    control: Control,
     record: StepRecord,
 ) -> None:
-    """Everything there is to know about the batch before the update; moves the weight of the KL penalty."""
-    data = run.config.data
+    """Everything there is to know about the batch before the update."""
+    data, rollouts = services.config.data, samples.rollouts
     record.add(
-        batch_metrics(
-            scored_step.batch, scored.scores, scored_step.rewards, rollouts, data.max_response_length, data.max_prompt_length
-        )
+        batch_metrics(scored.batch, samples.scores, scored.rewards, rollouts, data.max_response_length, data.max_prompt_length)
     )
     record.add(policy_gap_metrics(rollouts, evaluations))
-    if scored_step.reward_kl is not None:
-        controller = run.progress.control.kl
-        record.add({"actor/reward_kl_penalty": scored_step.reward_kl, "actor/reward_kl_penalty_coeff": controller.kl_coef})
-        moved = controller.updated(scored_step.reward_kl, len(scored.texts))
-        run.progress.control = replace(run.progress.control, kl=moved)
-    if scored_step.correction is not None:
-        describe_correction(run, scored_step.correction.statistics, record)
+    if scored.reward_kl is not None:
+        coefficient = control.kl.kl_coef
+        record.add({"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient})
+    if scored.statistics is not None:
+        describe_correction(services, scored.statistics, control, record)
 
 
-def describe_correction(run: Run, statistics: CorrectionStatistics, record: StepRecord) -> None:
-    """``rollout_corr/*`` of the step, and its histogram; moves an adaptive threshold.
+def describe_correction(
+    services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord
+) -> None:
+    """``rollout_corr/*`` of the step, and its histogram.
 
     Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
     """
-    config, control = run.config.algorithm.rollout_correction, run.progress.control
+    config = services.config.algorithm.rollout_correction
     metrics = statistics.metrics(control.correction(config))
     require_finite(metrics, config)
     record.add(metrics)
@@ -201,57 +123,64 @@ def describe_correction(run: Run, statistics: CorrectionStatistics, record: Step
         record.add_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, statistics.numbers().histograms[0])
     if control.threshold is not None:
         record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold.threshold})
-        run.progress.control = replace(control, threshold=control.threshold.updated(statistics))
 
 
-def update_critic(run: Run, batch: TrainBatch, evaluations: PolicyEvaluations, step: int, record: StepRecord) -> None:
-    """One optimizer step per mini-batch and epoch; does nothing without a critic."""
-    if run.critic is None:
-        return
-    critic, rows = run.config.critic, critic_batch(batch, evaluations)
+def judge_health(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
+    """Say which metrics of the step have left their healthy range; returns the history with this step."""
+    complaints, history = health.judge_health(record.metrics(), step, history)
+    if complaints:
+        services.tracker.alert(health.ALERT_TITLE, "\n".join(map(str, complaints)), step)
+    return history
+
+
+def update_critic(
+    services: Services, batch: TrainBatch, evaluations: PolicyEvaluations, step: int, record: StepRecord
+) -> list[float]:
+    """One optimizer step per mini-batch and epoch, none without a critic; returns their gradient norms."""
+    if services.critic is None:
+        return []
+    critic, rows = services.config.critic, critic_batch(batch, evaluations)
     record.add(critic_metrics(rows))
     options = MiniBatchOptions(
-        rows_per_mini_batch=(critic.ppo_mini_batch_size or 1) * run.config.actor_rollout_ref.rollout.n,
+        rows_per_mini_batch=(critic.ppo_mini_batch_size or 1) * services.config.actor_rollout_ref.rollout.n,
         epochs=critic.ppo_epochs or 1,
         shuffle=bool(critic.shuffle),
-        seed=request_seed({"seed": run.config.trainer.seed, "step": step}),
+        seed=request_seed({"seed": services.config.trainer.seed, "step": step}),
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)
     with record.stage("update_critic"):
-        records = run.critic.update(rows, mini_batches, critic_limit(run.config))
-    record.add_busy("update_critic", run.critic.busy_seconds)
-    record.add_records(records)
-    run.nonfinite_updates.observe("critic", _grad_norms("critic", records))
+        answer = services.critic.update(rows, mini_batches, critic_limit(services.config))
+    record.add_busy("update_critic", answer.busy_seconds)
+    record.add_records(answer.result)
+    return _grad_norms("critic", answer.result)
 
 
-def update_actor(run: Run, batch: TrainBatch, step: int, record: StepRecord) -> None:
-    """One optimizer step per mini-batch and epoch; in bypass mode the correction is described here."""
-    actor, correction = run.config.actor_rollout_ref.actor, run.config.algorithm.rollout_correction
+def update_actor(
+    services: Services, state: RunState, batch: TrainBatch, control: Control, record: StepRecord
+) -> tuple[UpdateReport, list[float]]:
+    """One optimizer step per mini-batch and epoch; returns what the ranks report, and the gradient norms."""
+    actor, correction = services.config.actor_rollout_ref.actor, services.config.algorithm.rollout_correction
     options = MiniBatchOptions(
-        rows_per_mini_batch=actor.ppo_mini_batch_size * run.config.actor_rollout_ref.rollout.n,
+        rows_per_mini_batch=actor.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
         epochs=actor.ppo_epochs,
         shuffle=actor.shuffle,
-        seed=request_seed({"seed": run.config.trainer.seed, "step": step}),
+        seed=request_seed({"seed": services.config.trainer.seed, "step": state.step + 1}),
         denominator=correction.rejection_denominator,
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
-    limit = run.gap_monitor.limit if correction.bypass_mode else None
-    order = UpdateOrder(run.progress.control.correction(correction), policy_version=step - 1, gap_limit=limit)
+    limit = services.gap_limit.in_force(state.rollout_gap_limit) if correction.bypass_mode else None
+    order = UpdateOrder(control.correction(correction), policy_version=state.step, gap_limit=limit)
     with record.stage("update_actor"):
-        report = run.actor.update(batch, mini_batches, actor_limit(run.config), order)
-    record.add_busy("update_actor", run.actor.busy_seconds)
+        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), order)
+    record.add_busy("update_actor", answer.busy_seconds)
+    report = answer.result
     record.add_records(report.metrics)
     norms, planned = _grad_norms("actor", report.metrics), [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
-    record.ledger.book(fates_in_update(planned, report.kept_tokens, norms, actor.ppo_epochs))
-    run.skipped_updates.observe(report.kept_tokens)
-    run.nonfinite_updates.observe("actor", norms)
+    record.ledger.book(tokens_by_fate(planned, report.kept_tokens, norms, actor.ppo_epochs))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
-    if report.correction is not None:
-        describe_correction(run, report.correction, record)
-    if report.gap is not None:
-        _check_gap(run, report.gap, record)
+    return report, norms
 
 
 def _grad_norms(role: str, records: Sequence[Metric]) -> list[float]:
@@ -259,22 +188,21 @@ def _grad_norms(role: str, records: Sequence[Metric]) -> list[float]:
     return [record.value for record in records if record.name == f"{role}/grad_norm"]
 
 
-def dump_rollouts(
-    run: Run, step: int, prompts: list[PromptRow], rollouts: RolloutBatch, scored: ScoredTexts, record: StepRecord
-) -> None:
+def dump_rollouts(services: Services, samples: Samples, step: int, record: StepRecord) -> None:
     """Write the step's samples as JSON lines to ``trainer.rollout_data_dir``, when that is set."""
-    if run.config.trainer.rollout_data_dir is None:
+    if services.config.trainer.rollout_data_dir is None:
         return
     with record.stage("dump_rollout_generations"):
-        write_samples(run.config.trainer.rollout_data_dir, step, [prompts[g] for g in rollouts.group_ids.tolist()], scored)
+        write_samples(services.config.trainer.rollout_data_dir, samples, step)
 
 
-def write_samples(folder: str, step: int, rows: list[PromptRow], scored: ScoredTexts) -> None:
+def write_samples(folder: str, samples: Samples, step: int) -> None:
     """``<folder>/<step>.jsonl``: input, output, ground truth, score and the reward's extras of every sample."""
     path = Path(folder) / f"{step}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    rows = zip(samples.rows, samples.texts, samples.scores.tolist(), strict=True)
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # JSON's own way to write half a surrogate pair
-        for index, (row, text, value) in enumerate(zip(rows, scored.texts, scored.scores.tolist(), strict=True)):
-            extras = {name: column[index] for name, column in scored.extras.items()}
+        for index, (row, text, value) in enumerate(rows):
+            extras = {name: column[index] for name, column in samples.extras.items()}
             sample = {"input": row.messages, "output": text, "gts": row.ground_truth, "score": value, "step": step, **extras}
             file.write(json.dumps(sample, ensure_ascii=False, default=str) + "\n")

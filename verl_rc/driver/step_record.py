@@ -31,8 +31,8 @@ class StepTokens:
 class StepRecord:
     """Collects a step's measurements; stages write, the loop reads once at the end."""
 
-    def __init__(self) -> None:
-        """Start the clock of the step."""
+    def __init__(self, engines_replaced: int = 0) -> None:
+        """Start the clock of the step; ``engines_replaced`` were replaced in it already."""
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._busy: dict[str, float] = defaultdict(float)
@@ -41,6 +41,10 @@ class StepRecord:
         self._tokens: StepTokens | None = None
         self.ledger = Ledger()
         """What became of every token sampled for training."""
+        self.engines_replaced = engines_replaced
+        """Engines that were lost in the step and replaced."""
+        self.requests_reissued = 0
+        """Requests that an engine was lost with and another answered."""
         self._histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     @contextmanager
@@ -88,6 +92,8 @@ class StepRecord:
         busy = {f"timing_busy_s/{name}": seconds for name, seconds in self._busy.items()}
         metrics = {**self._values, **reduce_metrics(self._records), **timing, **busy, "timing_s/step": step}
         metrics["perf/time_per_step"] = step
+        metrics["recovery/engines_replaced"] = float(self.engines_replaced)
+        metrics["recovery/requests_reissued"] = float(self.requests_reissued)
         if self._tokens is not None:
             metrics["perf/useful_tokens_per_second"] = self.ledger.trained_tokens / step
             metrics["perf/throughput"] = self._tokens.total / (step * self._tokens.num_devices)

@@ -2,75 +2,100 @@
 
 from concurrent.futures import Future
 
+from verl_rc.checkpoint import RunState
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
-from verl_rc.driver.run import Run
 from verl_rc.driver.sample import sample_batch
+from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.train_batch import ScoreDetails, build_train_batch
+from verl_rc.ppo.control import Control
+from verl_rc.ppo.nonfinite_updates import count_nonfinite_updates
+from verl_rc.ppo.skipped_updates import count_skipped_updates
+from verl_rc.ppo.train_batch import build_train_batch
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
     """Set a run up, train, and leave nothing behind but its folder."""
-    with open_run(config, ray_started) as run, run.stop.listening(), checkpoints.full_disk_explained(run):
-        train(run)
+    with (
+        open_run(config, ray_started) as (services, state),
+        services.stop.listening(),
+        checkpoints.full_disk_explained(services),
+    ):
+        train(services, state)
 
 
-def train(run: Run) -> None:
-    """The training loop: one pass per step, one stage per line."""
-    trainer, algorithm = run.config.trainer, run.config.algorithm
-    first = last = start(run)
+def train(services: Services, state: RunState) -> None:
+    """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its left."""
+    trainer, algorithm = services.config.trainer, services.config.algorithm
+    first = last = start(services, state)
     if trainer.val_only:
         return
-    if run.progress.step >= run.total_steps:
-        say("all %d steps are done: raise trainer.total_training_steps to go on", run.total_steps)
-    for step, epoch, prompts in run.training_batches():
+    if state.step >= services.total_steps:
+        say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
+    while state.step < services.total_steps:
+        step, (epoch, prompts) = state.step + 1, services.prompts.draw()
         record = StepRecord()
-        sampled = sample_batch(run, prompts, step, epoch, record)
-        rollouts, scored = sampled.rollouts, sampled.scored
-        evaluations = stages.evaluate(run, rollouts, record)
+        samples = sample_batch(services, state, prompts, epoch, record)
+        evaluations = stages.evaluate(services, samples.rollouts, record)
+        state.rollout_gap_limit = stages.judge_proximal_gap(services, state, samples.rollouts, evaluations, record)
+        control = Control.of(algorithm, state.control)
         with record.stage("adv"):
-            further = ScoreDetails(sampled.greedy_scores, sampled.component_scores)
-            scored_step = build_train_batch(rollouts, scored.scores, evaluations, algorithm, run.progress.control, further)
-        stages.describe_batch(run, scored_step, scored, rollouts, evaluations, record)
-        if guards.may_train(run, sampled, scored_step, record, step):
-            update(run, scored_step.batch, evaluations, step, record)
+            scored = build_train_batch(samples, evaluations, algorithm, control)
+        stages.describe_batch(services, samples, evaluations, scored, control, record)
+        control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics)
+        state.control = control.moved
+        state.rewards = state.rewards.observed(samples.scores, trainer.alerts.reward_window)
+        if guards.may_train(services, state.rewards, samples, scored, record, step):
+            update(services, state, scored.batch, evaluations, record)
         else:
-            guards.withhold(scored_step.batch, record)
-        weights.publish(run, version=step, record=record)
-        if run.is_due(trainer.test_freq, step):
-            last = validate(run, record, step)
-        stages.dump_rollouts(run, step, sampled.prompts, rollouts, scored, record)
-        checkpoints.write(run, step, record)
-        record.add(run.recovery.take_counts(run.engines))
-        record.log(run.tracker, step, {"training/global_step": step, "training/epoch": epoch})
-        checkpoints.commit(run, step)
-        run.stop.obey()
-    say("written to %s: %s", run.folder, ", ".join(sorted(path.name for path in run.folder.iterdir())))
+            guards.book_withheld(scored.batch, record)
+        state.canary_gap_limit = weights.publish(services, state, step, record)
+        if services.is_due(trainer.test_freq, step):
+            last = validate(services, state, record, step)
+        stages.dump_rollouts(services, samples, step, record)
+        state.health = stages.judge_health(services, state.health, record, step)
+        state.step, state.prompts = step, services.prompts.state_dict()
+        checkpoints.write(services, state, record)
+        record.log(services.tracker, step, {"training/global_step": step, "training/epoch": epoch})
+        checkpoints.commit(services, step)
+        services.stop.obey()
+    say("written to %s: %s", services.folder, ", ".join(sorted(path.name for path in services.folder.iterdir())))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)
 
 
-def update(run: Run, batch: TrainBatch, evaluations: PolicyEvaluations, step: int, record: StepRecord) -> None:
+def update(
+    services: Services, state: RunState, batch: TrainBatch, evaluations: PolicyEvaluations, record: StepRecord
+) -> None:
     """The critic, and the actor once the critic's warm-up is over."""
-    stages.update_critic(run, batch, evaluations, step, record)
-    if step < run.config.trainer.critic_warmup:
-        guards.withhold(batch, record)
+    config, step = services.config, state.step + 1
+    correction, limit = config.algorithm.rollout_correction, config.trainer.max_nonfinite_updates
+    norms = stages.update_critic(services, batch, evaluations, step, record)
+    state.nonfinite_critic_updates = count_nonfinite_updates(state.nonfinite_critic_updates, "critic", norms, limit)
+    if step < config.trainer.critic_warmup:
+        guards.book_withheld(batch, record)
         return
-    stages.update_actor(run, batch, step, record)
-    guards.after_update(run, record, step)
+    control = Control.of(config.algorithm, state.control)
+    report, norms = stages.update_actor(services, state, batch, control, record)
+    state.skipped_updates = count_skipped_updates(state.skipped_updates, report.kept_tokens, correction.max_skipped_updates)
+    state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", norms, limit)
+    if report.correction is not None and report.gap is not None:  # bypass mode: the actor has corrected
+        stages.describe_correction(services, report.correction, control, record)
+        state.control = control.after_correction(report.correction).moved
+        state.rollout_gap_limit = stages.judge_gap(services, state, report.gap, record)
+        guards.check_mismatch(services, record, step)
 
 
-def start(run: Run) -> float | None:
+def start(services: Services, state: RunState) -> float | None:
     """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed run goes right on."""
-    trainer, record, step = run.config.trainer, StepRecord(), run.progress.step
-    weights.publish(run, version=step, record=record)
+    trainer, record, step = services.config.trainer, StepRecord(), state.step
+    state.canary_gap_limit = weights.publish(services, state, step, record, with_canary=True)
     wanted = trainer.val_only or (trainer.val_before_train and step == 0)
-    accuracy = validate(run, record, step) if wanted else None
+    accuracy = validate(services, state, record, step) if wanted else None
     if wanted or step == 0:
-        record.log(run.tracker, step)
+        record.log(services.tracker, step)
     return accuracy

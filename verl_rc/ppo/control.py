@@ -5,12 +5,23 @@ from dataclasses import dataclass, replace
 from verl_rc.advantage import KLController
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction import CorrectionStatistics
 from verl_rc.ppo.adaptive_threshold import AdaptiveThreshold
 
 
 @dataclass(frozen=True)
+class MovedControl:
+    """What a run has moved so far; belongs in a checkpoint. None: the configuration's own value is in force."""
+
+    kl_coef: float | None = None
+    """Weight of the KL penalty in the reward."""
+    rejection_threshold: float | None = None
+    """Bound u of the rejection rule, >= 1."""
+
+
+@dataclass(frozen=True)
 class Control:
-    """What is in force in a step. Values: a step makes the next one's; all of it belongs in a checkpoint."""
+    """What is in force in a step."""
 
     kl: KLController
     """Weight of the KL penalty in the reward."""
@@ -18,25 +29,34 @@ class Control:
     """Of the rejection rule; None: fixed by the configuration."""
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig) -> "Control":
-        """What a configuration asks for, before the first step."""
-        control = algorithm.kl_ctrl
-        target = control.target_kl if control.type == "adaptive" else None
-        return cls(KLController(control.kl_coef, target, control.horizon), AdaptiveThreshold.of(algorithm.rollout_correction))
+    def of(cls, algorithm: AlgorithmConfig, moved: MovedControl | None = None) -> "Control":
+        """What a configuration asks for, with the numbers that the run has ``moved``; what is fixed now stays as configured."""
+        given, moved = algorithm.kl_ctrl, moved or MovedControl()
+        kl = KLController(given.kl_coef, given.target_kl if given.type == "adaptive" else None, given.horizon)
+        if kl.target_kl is not None and moved.kl_coef is not None:
+            kl = replace(kl, kl_coef=moved.kl_coef)
+        threshold = AdaptiveThreshold.of(algorithm.rollout_correction)
+        if threshold is not None and moved.rejection_threshold is not None:
+            threshold = replace(threshold, threshold=moved.rejection_threshold)
+        return cls(kl, threshold)
 
     def correction(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
         """``config`` with the threshold in force."""
         return config if self.threshold is None else self.threshold.config(config)
 
-    def state(self) -> dict[str, float | None]:
-        """The numbers, as JSON data."""
-        return {"kl_coef": self.kl.kl_coef, "threshold": None if self.threshold is None else self.threshold.threshold}
+    def after_penalty(self, reward_kl: float | None, num_rows: int) -> "Control":
+        """The next step's, after ``num_rows`` rows whose reward was penalised for ``reward_kl`` nats per token (None: it was
+        not)."""
+        return self if reward_kl is None else replace(self, kl=self.kl.updated(reward_kl, num_rows))
 
-    def resumed(self, state: dict[str, float | None]) -> "Control":
-        """With the numbers of ``state`` where both know them; everything else as configured now."""
-        kl, threshold = self.kl, self.threshold
-        if kl.target_kl is not None and state["kl_coef"] is not None:
-            kl = replace(kl, kl_coef=state["kl_coef"])
-        if threshold is not None and state["threshold"] is not None:
-            threshold = replace(threshold, threshold=state["threshold"])
-        return Control(kl, threshold)
+    def after_correction(self, statistics: CorrectionStatistics | None) -> "Control":
+        """The next step's, after a batch that was corrected (None: it was not)."""
+        if statistics is None or self.threshold is None:
+            return self
+        return replace(self, threshold=self.threshold.updated(statistics))
+
+    @property
+    def moved(self) -> MovedControl:
+        """The numbers that a checkpoint keeps."""
+        kl_coef = None if self.kl.target_kl is None else self.kl.kl_coef
+        return MovedControl(kl_coef, None if self.threshold is None else self.threshold.threshold)

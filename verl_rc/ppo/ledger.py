@@ -102,7 +102,7 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
         )
 
 
-def fates_in_update(
+def tokens_by_fate(
     planned_tokens: Sequence[int], kept_tokens: Sequence[int], grad_norms: Iterable[float], epochs: int
 ) -> dict[str, int]:
     """What an update did with the tokens it was given: ``trained``, ``rejected`` (bypass mode) and ``nonfinite``.

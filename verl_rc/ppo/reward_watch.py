@@ -1,9 +1,9 @@
 """Noticing that rewards collapse: the mean score falls well below the best it has been."""
 
 import math
-from collections import deque
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 _STANDARD_ERRORS = 4.0
@@ -11,35 +11,49 @@ _STANDARD_ERRORS = 4.0
 
 
 @dataclass(frozen=True)
-class _StepScores:
+class StepScores:
+    """The scores of one step, summed up."""
+
     count: int
     total: float
     squares: float
 
 
-class RewardWatch:
-    """Compares the mean score of the last steps with the best such mean so far. A resumed run starts to watch anew."""
+@dataclass(frozen=True)
+class RewardHistory:
+    """The scores of the last steps, and the best mean that so many steps had. A value: ``observed`` returns the next one."""
 
-    def __init__(self, window: int, drop: float | None) -> None:
-        """``window`` steps are averaged; a fall by more than the share ``drop`` of the best mean is a collapse (None: never)."""
-        self._recent: deque[_StepScores] = deque(maxlen=window)
-        self._drop = drop
-        self._best = -math.inf
+    recent: tuple[StepScores, ...] = ()
+    """Oldest first; at most a window of them."""
+    best: float | None = None
+    """None: no window was full yet."""
 
-    def observe(self, scores: Tensor) -> str | None:
-        """Take the scores ``[B]`` of a step in; says what has happened when they have collapsed."""
+    def observed(self, scores: Tensor, window: int) -> "RewardHistory":
+        """With the scores ``[B]`` of another step; the last ``window`` steps are kept (``trainer.alerts.reward_window``)."""
         values = scores.double()
-        self._recent.append(_StepScores(values.numel(), float(values.sum()), float(values.square().sum())))
-        if self._drop is None or len(self._recent) < (self._recent.maxlen or 1):
+        total, squares = torch.stack([values.sum(), values.square().sum()]).tolist()
+        recent = (*self.recent, StepScores(values.numel(), total, squares))[-window:]
+        if len(recent) < window:
+            return RewardHistory(recent, self.best)
+        mean = _mean_and_variance(recent)[0]
+        return RewardHistory(recent, mean if self.best is None else max(self.best, mean))
+
+    def collapse(self, window: int, drop: float | None) -> str | None:
+        """What has happened when the mean of the last ``window`` steps is below the best one by more than the share ``drop``
+        of it (``trainer.alerts.reward_drop``); None when it is not, or ``drop`` is None."""
+        if drop is None or self.best is None or len(self.recent) < window:
             return None
-        count = sum(step.count for step in self._recent)
-        mean = sum(step.total for step in self._recent) / count
-        variance = max(0.0, sum(step.squares for step in self._recent) / count - mean**2)
-        self._best = max(self._best, mean)
-        fall = self._best - mean
-        if fall <= self._drop * abs(self._best) or fall <= _STANDARD_ERRORS * math.sqrt(variance / count):
+        mean, variance = _mean_and_variance(self.recent)
+        count, fall = sum(step.count for step in self.recent), self.best - mean
+        if fall <= drop * abs(self.best) or fall <= _STANDARD_ERRORS * math.sqrt(variance / count):
             return None
         return (
-            f"the mean score of the last {len(self._recent)} steps is {mean:.3g}, down from {self._best:.3g}: more than "
-            f"trainer.alerts.reward_drop={self._drop:g} of it is lost"
+            f"the mean score of the last {len(self.recent)} steps is {mean:.3g}, down from {self.best:.3g}: more than "
+            f"trainer.alerts.reward_drop={drop:g} of it is lost"
         )
+
+
+def _mean_and_variance(steps: tuple[StepScores, ...]) -> tuple[float, float]:
+    count = sum(step.count for step in steps)
+    mean = sum(step.total for step in steps) / count
+    return mean, max(0.0, sum(step.squares for step in steps) / count - mean**2)

@@ -8,8 +8,9 @@ from torch import Tensor
 from verl_rc.advantage import apply_kl_in_reward, compute_advantages
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionResult, compute_rollout_correction
+from verl_rc.correction import CorrectionResult, CorrectionStatistics, compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
+from verl_rc.data.samples import Samples
 from verl_rc.ppo.control import Control
 
 
@@ -26,34 +27,24 @@ class ScoredStep:
     reward_kl: float | None
     """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats; None: no penalty."""
 
-
-@dataclass(frozen=True)
-class ScoreDetails:
-    """What some estimators need to know beside each sample's score."""
-
-    reward_baselines: Tensor | None = None
-    """float32 ``[B]``: score of the greedy response to the row's prompt (``remax``)."""
-    component_scores: Tensor | None = None
-    """float32 ``[B, K]``: the parts of the reward named by ``algorithm.gdpo_reward_keys`` (``gdpo``)."""
+    @property
+    def statistics(self) -> CorrectionStatistics | None:
+        """Of the correction; None in bypass mode."""
+        return None if self.correction is None else self.correction.statistics
 
 
 def build_train_batch(
-    rollouts: RolloutBatch,
-    scores: Tensor,
-    evaluations: PolicyEvaluations,
-    algorithm: AlgorithmConfig,
-    control: Control,
-    details: ScoreDetails | None = None,
+    samples: Samples, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, control: Control
 ) -> ScoredStep:
     """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
-    ``scores`` float32 ``[B]`` are outcome scores; ``control`` holds the weight and the threshold in force. Correction decides
-    weights and ``loss_mask`` only; rewards, advantages and their statistics use ``response_mask``, so a reward on a rejected
-    token is never lost. In bypass mode nothing is corrected here: ``loss_mask`` is ``response_mask``.
+    ``control`` holds the weight and the threshold in force. Correction decides weights and ``loss_mask`` only; rewards,
+    advantages and their statistics use ``response_mask``, so a reward on a rejected token is never lost. In bypass mode nothing
+    is corrected here: ``loss_mask`` is ``response_mask``.
     """
     config = control.correction(algorithm.rollout_correction)
+    rollouts, scores = samples.rollouts, samples.scores
     rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
-    details = details or ScoreDetails()
     weights = _weights_for_baseline(rollouts, evaluations, algorithm, config)
 
     def advantages_of(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -67,8 +58,8 @@ def build_train_batch(
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            reward_baselines=details.reward_baselines,
-            component_scores=details.component_scores,
+            reward_baselines=samples.reward_baselines,
+            component_scores=samples.component_scores,
             component_weights=algorithm.gdpo_reward_weights,
             old_log_probs=evaluations.old_log_probs,
             sum_pi_squared=evaluations.sum_pi_squared,

@@ -2,26 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.batches import Completions, unpadded
+from verl_rc.data.batches import Completions, Timed, unpadded
 from verl_rc.data.tokenize import ToolTurnEncoder
 from verl_rc.rewards.tools import ToolCaller, find_tools
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 from verl_rc.rollout.tool_calls import Parser, answer, choose_parser, shortened
 
-
-class Engines(Protocol):
-    """What samples one turn: all engines of a run."""
-
-    busy_seconds: float
-    """Seconds the slowest engine computed in the last call."""
-
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
-        """One completion per request, in order."""
+SampleTurn = Callable[[Sequence[GenerationRequest], SamplingOptions], Timed[Completions]]
+"""Samples one turn on all engines of a run: one completion per request, in order."""
 
 
 @dataclass
@@ -75,35 +68,34 @@ class AgentLoop:
     left out), or when a call is left at ``max_assistant_turns`` or ``max_user_turns``.
     """
 
-    def __init__(self, engines: Engines, tokenizer: Any, config: MultiTurnConfig, template_arguments: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, config: MultiTurnConfig, template_arguments: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` when a tool is unknown, or tools, format or chat template do not fit together."""
-        self._engines = engines
         self._tokenizer = tokenizer
         self._config = config
         self._tools = find_tools(config.tools)
         self._caller = ToolCaller(config.tool_timeout_seconds)
         self._parse: Parser = choose_parser(config, self._tools)
         self._encoder = ToolTurnEncoder(tokenizer, template_arguments)
-        self.busy_seconds = 0.0
-        """Seconds the slowest engine computed, summed over the turns of the last call."""
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def generate(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, sample_turn: SampleTurn
+    ) -> Timed[Completions]:
         """One conversation per request, in order; ``response_mask`` of the result is False at the tools' tokens.
 
-        All conversations that go on share one call of the engines per turn.
+        All conversations that go on share one call of the engines per turn; the seconds of all turns are summed up.
 
         Raises ``ToolFailedError`` when a tool fails or hangs.
         """
-        self.busy_seconds = 0.0
+        busy_seconds = 0.0
         conversations = [_Conversation(request) for request in requests]
         going_on, width = conversations, options.max_tokens
         while going_on:
-            turn = self._engines.generate([c.next_request(options.max_tokens) for c in going_on], options)
-            self.busy_seconds += self._engines.busy_seconds
+            sampled = sample_turn([c.next_request(options.max_tokens) for c in going_on], options)
+            turn, busy_seconds = sampled.result, busy_seconds + sampled.busy_seconds
             width = turn.responses.shape[1]
             _hand_out(turn, going_on)
             going_on = self._after_turn(turn, going_on, options.max_tokens)
-        return _collected(conversations, width)
+        return Timed(_collected(conversations, width), busy_seconds)
 
     def _after_turn(self, turn: Completions, conversations: list[_Conversation], max_tokens: int) -> list[_Conversation]:
         """Answer the calls of a turn; returns the conversations that go on."""

@@ -83,27 +83,33 @@ _PLAUSIBLE_MEAN_GAP = {"float32": 1e-4, "float16": 7e-3, "bfloat16": 0.06, "fp8_
 _FACTOR_OVER_FIRST = 4.0
 
 
-class GapMonitor:
-    """Watches the mean gap of every step's own rollouts: its limit is calibrated at the first step."""
+@dataclass(frozen=True)
+class GapLimit:
+    """How large the mean gap may be: as configured, or calibrated by the first gap that the run sees."""
 
-    def __init__(self, precision: str, limit: float | None = None) -> None:
-        """``precision``: a key of the table of plausible gaps; ``limit`` (nats) overrides the calibration."""
-        self._plausible = _PLAUSIBLE_MEAN_GAP[precision]
-        self._fixed = limit
-        self.calibrated: float | None = None
-        """The limit that the first step gave, nats; belongs in a checkpoint."""
+    plausible: float
+    """Nats; a first gap above it is a fault. See ``engine_precision``."""
+    fixed: float | None = None
+    """``sync_proof.gap_limit``, nats; None: calibrate."""
 
-    @property
-    def limit(self) -> float:
-        """The mean gap above which a step is refused, nats."""
-        return self._fixed or self.calibrated or self._plausible
+    @classmethod
+    def for_precision(cls, precision: str, fixed: float | None = None) -> "GapLimit":
+        """``precision``: a key of the table of plausible gaps."""
+        return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed)
 
-    def check(self, gap: LogProbGap, where: str) -> None:
-        """Raise ``SyncProofError`` when ``gap`` is too large for this engine's precision; calibrate on the first
-        call."""
-        gap.require_at_most(self.limit, where)
-        if self.calibrated is None:
-            self.calibrated = min(self._plausible, max(_FACTOR_OVER_FIRST * gap.mean, self._plausible / 4))
+    def in_force(self, calibrated: float | None) -> float:
+        """The mean gap above which a step is refused, nats; ``calibrated`` is None before the first gap."""
+        return self.fixed or calibrated or self.plausible
+
+    def after(self, gap: LogProbGap, calibrated: float | None, where: str) -> float:
+        """The calibrated limit once ``gap`` was seen; belongs in a checkpoint. Only the first gap decides it.
+
+        Raises ``SyncProofError`` when ``gap`` is above the limit in force; ``where`` says whose gap it is.
+        """
+        gap.require_at_most(self.in_force(calibrated), where)
+        if calibrated is not None:
+            return calibrated
+        return min(self.plausible, max(_FACTOR_OVER_FIRST * gap.mean, self.plausible / 4))
 
 
 def engine_precision(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:

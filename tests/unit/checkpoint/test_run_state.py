@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint.errors import CheckpointError
-from verl_rc.checkpoint.run_state import RunState, check_same_model
+from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
 from verl_rc.data.epoch_batches import EpochBatches
+from verl_rc.metrics.sinks.health import HealthHistory
+from verl_rc.ppo.control import MovedControl
+from verl_rc.ppo.reward_watch import RewardHistory, StepScores
 
 CONFIG: dict[str, Any] = {
     "data": {"train_batch_size": 3, "shuffle": True, "seed": 1, "train_files": ["a.parquet"]},
@@ -29,51 +33,105 @@ def build_loader(num_workers: int = 0) -> "StatefulDataLoader[list[int]]":
         return StatefulDataLoader(list(range(100, 110)), batch_sampler=batches, collate_fn=list, num_workers=num_workers)
 
 
-def state_after_five_batches() -> RunState:
+def after_five_batches() -> SavedRun:
+    """A state of which no field is what it is in the beginning."""
     loader = build_loader()
     served = list(loader)
     iterator = iter(loader)
     served += [next(iterator), next(iterator)]
     assert len(served) == 5
-    return RunState(
+    state = RunState(
         step=5,
-        loader=loader.state_dict(),
-        control={"kl_coef": 0.1 + 0.2, "threshold": None},
-        gap_limits={"rollout": 0.25, "canary": None},
-        skipped_in_a_row=1,
+        prompts=loader.state_dict(),
+        control=MovedControl(kl_coef=0.1 + 0.2, rejection_threshold=1.5),
+        rollout_gap_limit=0.25,
+        canary_gap_limit=1 / 3,
+        skipped_updates=1,
+        nonfinite_actor_updates=2,
+        nonfinite_critic_updates=3,
+        rewards=RewardHistory((StepScores(8, 4.1, 3.9), StepScores(8, 4.0, 4.0)), best=0.7),
+        health=HealthHistory({"rollout_corr/kl": 2}, {"rollout_corr/k3_kl": 4}),
         tracker_run_id="abc",
-        num_ranks=2,
-        config=CONFIG,
     )
+    return SavedRun(state, config=CONFIG, num_ranks=2)
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    state = state_after_five_batches()
-    state.save(tmp_path)
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Every number, text and None in a tree of records, mappings and sequences, by its place."""
+    if dataclasses.is_dataclass(value):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    return {place: leaf for name, part in value.items() for place, leaf in leaves(part, f"{path}.{name}").items()}
+
+
+def test_a_checkpoint_holds_every_leaf_of_the_state(tmp_path: Path) -> None:
+    saved = after_five_batches()
+    beginning, now = leaves(RunState()), leaves(saved.state)
+    assert not [place for place in beginning if place in now and now[place] == beginning[place]]
+    saved.save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.pt", "run_state.json"]
-    assert RunState.load(tmp_path) == state
+    loaded = SavedRun.load(tmp_path)
+    assert leaves(loaded.state) == now
+    assert loaded == saved
 
 
 def test_the_loader_goes_on_where_it_stood(tmp_path: Path) -> None:
     whole = build_loader()
     expected = [batch for _ in range(3) for batch in whole][5:]
-    state_after_five_batches().save(tmp_path)
+    after_five_batches().save(tmp_path)
     resumed = build_loader()
-    resumed.load_state_dict(RunState.load(tmp_path).loader)
+    resumed.load_state_dict(SavedRun.load(tmp_path).state.prompts)
     assert [batch for _ in range(2) for batch in resumed] == expected
     assert len(expected) == 4
 
 
 def test_nothing_but_json_is_written(tmp_path: Path) -> None:
-    state = state_after_five_batches()
+    saved = after_five_batches()
     with pytest.raises(ValueError, match="JSON compliant"):
-        dataclasses.replace(state, control={"kl_coef": math.nan}).save(tmp_path)
+        SavedRun(dataclasses.replace(saved.state, rollout_gap_limit=math.nan), CONFIG, 1).save(tmp_path)
     with pytest.raises(TypeError, match="not JSON serializable"):
-        dataclasses.replace(state, config={"folder": tmp_path}).save(tmp_path)
+        dataclasses.replace(saved, config={"folder": tmp_path}).save(tmp_path)
+
+
+FORMAT_1 = Path(__file__).parents[2] / "checkpoints" / "format_1"
+"""What verl_rc 0.1.0 wrote after 20 steps of the quickstart."""
+
+
+def test_a_checkpoint_of_format_1_is_read() -> None:
+    saved = SavedRun.load(FORMAT_1)
+    expected = RunState(
+        step=20,
+        prompts=saved.state.prompts,
+        control=MovedControl(kl_coef=0.001),
+        rollout_gap_limit=0.075,
+        canary_gap_limit=0.09575202859317263,
+    )
+    assert saved.state == expected
+    assert saved.state.prompts["batches_drawn"] == 20
+    assert saved.num_ranks == 1
+    assert saved.config["data"]["train_batch_size"] == 32
+
+
+def test_guards_that_format_1_may_hold_are_read_too(tmp_path: Path) -> None:
+    shutil.copytree(FORMAT_1, tmp_path, dirs_exist_ok=True)
+    watch = {"recent": [{"count": 2, "total": 1.5, "squares": 1.25}], "best": 0.75}
+    edit(tmp_path / "run_state.json", nonfinite_in_a_row={"actor": 1}, reward_watch=watch)
+    state = SavedRun.load(tmp_path).state
+    assert state.rewards == RewardHistory((StepScores(2, 1.5, 1.25),), best=0.75)
+    assert (state.nonfinite_actor_updates, state.nonfinite_critic_updates) == (1, 0)
 
 
 def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
+    path = folder / "run_state.json"
+    state = {**json.loads(path.read_text())["state"], **changes}
+    edit(path, state={name: value for name, value in state.items() if name != without})
 
 
 @pytest.mark.parametrize(
@@ -86,21 +144,30 @@ def edit(path: Path, **changes: Any) -> None:
         (lambda folder: (folder / "run_state.json").write_text("[1]"), "must hold a JSON object, got list"),
         (lambda folder: (folder / "data.pt").write_bytes(b"PK"), "must hold a loader's state, but reading it gave"),
         (lambda folder: (folder / "data.pt").write_bytes(b""), "must hold a loader's state, but reading it gave"),
-        (lambda folder: edit(folder / "run_state.json", format_version=2), "must have format version 1, got 2"),
+        (
+            lambda folder: edit(folder / "run_state.json", format_version=3, written_by="verl_rc 0.9"),
+            r"format 1 to 2 for verl_rc .*, but verl_rc 0\.9 wrote it in format 3\. Resume with verl_rc 0\.9, or start anew",
+        ),
+        (lambda folder: edit(folder / "run_state.json", format_version=None), r"but verl_rc 0\.1\.0 wrote it in format None"),
+        (lambda folder: edit_state(folder, step="five"), r"hold the state of a run, but: step: .* got 'five'"),
+        (lambda folder: edit_state(folder, colour="red"), "colour: Unexpected keyword argument, got 'red'"),
+        (lambda folder: edit_state(folder, health=None), "health: "),
+        (lambda folder: edit_state(folder, without="rewards"), r"missing: \['rewards'\]"),
+        (lambda folder: edit(folder / "run_state.json", format_version=1), r"format 1 must hold .*missing: \['control'"),
         (lambda folder: edit(folder / "run_state.json", colour="red"), r"missing: \[\], unknown: \['colour'\]"),
     ],
 )
 def test_everything_that_can_be_wrong_has_one_message(tmp_path: Path, damage: Any, said: str) -> None:
-    state_after_five_batches().save(tmp_path)
+    after_five_batches().save(tmp_path)
     damage(tmp_path)
     with pytest.raises(CheckpointError, match=said) as caught:
-        RunState.load(tmp_path)
+        SavedRun.load(tmp_path)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a checkpoint must be a folder"):
-        RunState.load(tmp_path / "nowhere")
+        SavedRun.load(tmp_path / "nowhere")
 
 
 def changed(key: str, value: Any) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def group_of(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineG
     monkeypatch.setattr(engine_group, "answers", answers)
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
-    vars(group).update(
-        _engines=engines, _timeout_seconds=1.0, busy_seconds=0.0, requests_reissued=0, on_loss=engine_group._give_up
-    )
+    vars(group).update(_engines=engines, _timeout_seconds=1.0)
     return group, engines
 
 
@@ -70,18 +68,17 @@ def group_of(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineG
 def test_only_the_lost_share_is_asked_for_again_and_as_a_whole(monkeypatch: pytest.MonkeyPatch, failure: RemoteError) -> None:
     group, engines = group_of(3, monkeypatch)
     engines[1].failure = failure
-    losses: list[list[int]] = []
+    losses: list[tuple[list[int], int]] = []
 
-    def on_loss(lost: EnginesLostError) -> None:
-        losses.append(lost.engines)
+    def on_loss(lost: EnginesLostError, num_requests: int) -> None:
+        losses.append((lost.engines, num_requests))
         engines[1].failure = None if len(losses) == 2 else failure
 
-    group.on_loss = on_loss
-    answer = group.generate([GenerationRequest([1], seed) for seed in range(8)], OPTIONS)
-    assert answer.responses[:, 0].tolist() == list(range(8))
+    answer = group.generate([GenerationRequest([1], seed) for seed in range(8)], OPTIONS, on_loss)
+    assert answer.result.responses[:, 0].tolist() == list(range(8))
+    assert answer.busy_seconds == 0.25
     assert [engine.asked for engine in engines] == [[[0, 1, 2]], [[3, 4, 5]] * 3, [[6, 7]]]
-    assert losses == [[1], [1]]
-    assert group.requests_reissued == 6
+    assert losses == [([1], 3), ([1], 3)]
 
 
 def test_without_somebody_who_replaces_them_the_loss_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Rows are shared out over ranks and named anew there: every one reaches one rank, with its own tokens."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from small_models import make_train_batch
 
 import verl_rc.cluster.rank_group as rank_group
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.data.batches import TokenBatch
+from verl_rc.data.batches import Timed, TokenBatch
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 
@@ -53,11 +52,8 @@ def test_shares_name_the_rows_they_come_with(ranks: int, limit: MicroBatchLimit)
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_scores_come_back_in_the_order_of_the_rows(ranks: int, limit: MicroBatchLimit, monkeypatch: pytest.MonkeyPatch) -> None:
-    def as_they_are(pending: list[Any]) -> list[Any]:
-        return pending
-
-    monkeypatch.setattr(rank_group, "wait_for_all", as_they_are)
-    monkeypatch.setattr(rank_group, "longest_busy", lambda pending: 0.0)
+    monkeypatch.setattr(rank_group, "wait_timed", lambda pending: Timed(pending, 0.5))
     batch = make_train_batch(LENGTHS)
-    (scores,) = group_of(ranks).score("lengths", batch.tokens, limit)
-    assert scores[:, 0].tolist() == LENGTHS
+    answer = group_of(ranks).score("lengths", batch.tokens, limit)
+    assert answer.result[0][:, 0].tolist() == LENGTHS
+    assert answer.busy_seconds == 0.5

@@ -18,10 +18,11 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import NonFiniteLogProbError, measure, require_finite
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, positions_mask
+from verl_rc.data.samples import Samples
 from verl_rc.losses import Aggregation
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.objective import policy_objective
-from verl_rc.ppo.skipped_updates import SkippedUpdateGuard, TooManySkippedUpdatesError
+from verl_rc.ppo.skipped_updates import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -152,7 +153,7 @@ def train_on(
         evaluations.old_log_probs = rollouts.rollout_log_probs
     proximal = FINITE[1].old_log_probs
     try:
-        batch = build_train_batch(rollouts, scores, evaluations, algorithm, Control.of(algorithm)).batch
+        batch = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, Control.of(algorithm)).batch
         noise = torch.randn(proximal.shape, generator=torch.Generator().manual_seed(5))
         log_probs = proximal + (0.0 if config.bypass_mode else 0.1) * noise
         batch, counts = corrected(batch, log_probs, config)
@@ -266,10 +267,10 @@ def test_metrics_only_options_change_metrics_and_nothing_else(one: Fields, other
 
 def test_run_control_decides_when_a_run_stops() -> None:
     for limit in (2, 3):
-        guard = SkippedUpdateGuard(RolloutCorrectionConfig(max_skipped_updates=limit).max_skipped_updates)
-        guard.observe([0] * (limit - 1))
+        configured = RolloutCorrectionConfig(max_skipped_updates=limit).max_skipped_updates
+        in_a_row = count_skipped_updates(0, [0] * (limit - 1), configured)
         with pytest.raises(TooManySkippedUpdatesError):
-            guard.observe([0])
+            count_skipped_updates(in_a_row, [0], configured)
     metrics = {"rollout_corr/nonfinite_token_fraction": 0.02}
     require_finite(metrics, RolloutCorrectionConfig(nonfinite_stop_fraction=0.03))
     with pytest.raises(NonFiniteLogProbError):
@@ -284,11 +285,11 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
         config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": target})
         algorithm = AlgorithmConfig(adv_estimator="grpo", rollout_correction=config)
         control, (rollouts, evaluations, scores) = Control.of(algorithm), FINITE
-        step = build_train_batch(rollouts, scores, evaluations, algorithm, control)
+        step = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control)
         assert step.correction is not None
         if control.threshold is not None:
             control = replace(control, threshold=control.threshold.updated(step.correction.statistics))
-        following = build_train_batch(rollouts, scores, evaluations, algorithm, control)
+        following = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control)
         outcomes.add(following.batch.loss_mask.numpy().tobytes())
     assert len(outcomes) == 3
 

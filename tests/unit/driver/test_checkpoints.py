@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from verl_rc.checkpoint import CheckpointError, CheckpointStore
-from verl_rc.checkpoint.run_state import RunState
+from verl_rc.checkpoint.run_state import RunState, SavedRun
 from verl_rc.cluster.remote import ProcessLostError, RemoteError
 from verl_rc.driver import checkpoints
 from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.run import Run
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -54,7 +54,7 @@ class Learner:
         return self.writing is None
 
 
-def run_in(folder: Path) -> Run:
+def run_in(folder: Path) -> Services:
     run = SimpleNamespace(
         folder=folder,
         checkpoints=CheckpointStore(folder, None),
@@ -64,18 +64,12 @@ def run_in(folder: Path) -> Run:
         stop=StopRequest(),
         actor=Learner(),
         critic=None,
-        prompts=SimpleNamespace(state_dict=dict),
-        progress=SimpleNamespace(control=SimpleNamespace(state=dict)),
-        gap_monitor=SimpleNamespace(calibrated=None),
-        canary_monitor=SimpleNamespace(calibrated=None),
-        skipped_updates=SimpleNamespace(in_a_row=0),
-        tracker=SimpleNamespace(run_id=None),
     )
-    return cast(Run, run)
+    return cast(Services, run)
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Services:
     """A run with a checkpoint of step 1."""
     monkeypatch.setattr(checkpoints, "wait_for_all", lambda pending: [one.answer() for one in pending])
     run = run_in(tmp_path)
@@ -83,12 +77,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def save(run: Run, step: int) -> None:
-    checkpoints.write(run, step, StepRecord())
+def save(run: Services, step: int) -> None:
+    checkpoints.write(run, RunState(step=step), StepRecord())
     checkpoints.commit(run, step)
 
 
-def committed(run: Run) -> list[str]:
+def committed(run: Services) -> list[str]:
     return [path.name for path in run.checkpoints.newest_first()]
 
 
@@ -108,13 +102,13 @@ def fail(error: BaseException) -> Any:
     ],
 )
 def test_a_full_disk_leaves_the_checkpoint_before(
-    run: Run, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+    run: Services, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
 ) -> None:
     with monkeypatch.context() as patch:
         if where == "shards":
             patch.setattr(checkpoints, "wait_for_all", fail(error))
         elif where == "state":
-            patch.setattr(RunState, "save", fail(error))
+            patch.setattr(SavedRun, "save", fail(error))
         else:
             patch.setattr("verl_rc.checkpoint.store.sync_tree", fail(error))
         with pytest.raises(CheckpointError, match=r"step 2 must .* No space left.*global_step_1 is still the newest one, whole"):
@@ -127,23 +121,23 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     assert committed(again) == ["global_step_2", "global_step_1"]
 
 
-def test_what_is_not_the_disks_fault_is_not_blamed_on_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_the_disks_fault_is_not_blamed_on_it(run: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     died = ProcessLostError("actor rank 0 died while it was to save")
     monkeypatch.setattr(checkpoints, "wait_for_all", fail(died))
     with pytest.raises(ProcessLostError) as caught:
-        checkpoints.write(run, 2, StepRecord())
+        checkpoints.write(run, RunState(step=2), StepRecord())
     assert caught.value is died
 
 
 @pytest.fixture
-def actor(run: Run) -> Learner:
+def actor(run: Services) -> Learner:
     """The run's actor, which from now on saves beside the steps."""
     actor = cast(Learner, run.actor)
     actor.is_async = True
     return actor
 
 
-def test_a_checkpoint_counts_after_the_step_in_which_it_was_finished(run: Run, actor: Learner) -> None:
+def test_a_checkpoint_counts_after_the_step_in_which_it_was_finished(run: Services, actor: Learner) -> None:
     save(run, 2)
     assert committed(run) == ["global_step_1"]
     run.config.trainer.save_freq = 100  # type: ignore[misc]
@@ -156,14 +150,14 @@ def test_a_checkpoint_counts_after_the_step_in_which_it_was_finished(run: Run, a
     assert run.checkpoints.begun is None
 
 
-def test_the_next_save_waits_for_the_last(run: Run, actor: Learner) -> None:
+def test_the_next_save_waits_for_the_last(run: Services, actor: Learner) -> None:
     save(run, 2)
     save(run, 3)  # the actor refuses two at once
     assert committed(run) == ["global_step_2", "global_step_1"]
     assert run.checkpoints.begun == 3
 
 
-def test_the_last_step_and_a_run_that_is_to_end_wait(run: Run, actor: Learner) -> None:
+def test_the_last_step_and_a_run_that_is_to_end_wait(run: Services, actor: Learner) -> None:
     save(run, 9)
     assert committed(run)[0] == "global_step_9"
     run.config.trainer.save_freq = 100  # type: ignore[misc]
@@ -172,8 +166,10 @@ def test_the_last_step_and_a_run_that_is_to_end_wait(run: Run, actor: Learner) -
     assert committed(run)[0] == "global_step_3"
 
 
-def test_a_request_that_comes_after_the_save_began_ends_the_run_at_once_or_after_the_next_step(run: Run, actor: Learner) -> None:
-    checkpoints.write(run, 2, StepRecord())
+def test_a_request_that_comes_after_the_save_began_ends_the_run_at_once_or_after_the_next_step(
+    run: Services, actor: Learner
+) -> None:
+    checkpoints.write(run, RunState(step=2), StepRecord())
     run.stop.came = True
     checkpoints.commit(run, 2)
     assert committed(run)[0] == "global_step_2"
@@ -181,7 +177,7 @@ def test_a_request_that_comes_after_the_save_began_ends_the_run_at_once_or_after
 
     run.stop = StopRequest()  # type: ignore[misc]
     run.config.trainer.save_freq = 100  # type: ignore[misc]
-    checkpoints.write(run, 3, StepRecord())
+    checkpoints.write(run, RunState(step=3), StepRecord())
     run.stop.came = True
     checkpoints.commit(run, 3)
     run.stop.obey()  # step 3 would be lost
@@ -191,7 +187,7 @@ def test_a_request_that_comes_after_the_save_began_ends_the_run_at_once_or_after
         run.stop.obey()
 
 
-def test_a_write_beside_the_steps_that_fails_is_told_like_any_other(run: Run, actor: Learner) -> None:
+def test_a_write_beside_the_steps_that_fails_is_told_like_any_other(run: Services, actor: Learner) -> None:
     save(run, 2)
     actor.error = RemoteError("actor rank 0 failed to has_saved", NOT_WRITTEN)
     with pytest.raises(CheckpointError, match=r"step 2 must .* No space left.*global_step_1 is still the newest one, whole"):
@@ -200,7 +196,7 @@ def test_a_write_beside_the_steps_that_fails_is_told_like_any_other(run: Run, ac
     assert resumed == (run.folder / "global_step_1", [])
 
 
-def test_a_disk_that_is_full_of_other_things_is_told_the_same_way(run: Run) -> None:
+def test_a_disk_that_is_full_of_other_things_is_told_the_same_way(run: Services) -> None:
     said = r"must have room .* No space left.*global_step_1 is still the newest one, whole"
     with pytest.raises(CheckpointError, match=said), checkpoints.full_disk_explained(run):
         raise FULL

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches_of_ones import ones_rollouts
 
+from verl_rc.checkpoint import RunState
 from verl_rc.config.rollout import ValKwargsConfig
-from verl_rc.data.batches import Completions
+from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.samples import Samples
 from verl_rc.driver.evaluate import validate, validation_metrics
-from verl_rc.driver.stages import ScoredTexts
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import check_names
 from verl_rc.rewards import RewardOutput
@@ -28,7 +30,7 @@ class ScriptedEngines:
         self.calls = []
         self._drawn = {}
 
-    def generate(self, requests, options):
+    def generate(self, requests, options, on_loss):
         self.calls.append((list(requests), options))
         tokens = []
         for request in requests:
@@ -36,7 +38,7 @@ class ScriptedEngines:
             sample = self._drawn[first] = self._drawn.get(first, -1) + 1
             tokens.append([100 + 10 * (first - 10) + sample])
         rows = len(tokens)
-        return Completions(
+        completions = Completions(
             responses=torch.tensor(tokens),
             response_lengths=torch.ones(rows, dtype=torch.int64),
             rollout_log_probs=torch.zeros(rows, 1),
@@ -44,6 +46,7 @@ class ScriptedEngines:
             finished=torch.ones(rows, dtype=torch.bool),
             batch_size=[rows],
         )
+        return Timed(completions, 0.5)
 
 
 class Tables:
@@ -71,7 +74,8 @@ def scripted_run(samples, prompts=3, **changes):
             data=SimpleNamespace(**sections[1]),
         ),
         validation_rows=[prompt_row(index) for index in range(prompts)],
-        sampler=ScriptedEngines(),
+        engines=ScriptedEngines(),
+        agent_loop=None,
         tokenizer=SimpleNamespace(
             pad_token_id=0, batch_decode=lambda rows, skip_special_tokens: [str(row[0]) for row in rows]
         ),
@@ -83,7 +87,7 @@ def scripted_run(samples, prompts=3, **changes):
 
 def metrics_of(run, step=0):
     record = StepRecord()
-    accuracy = validate(run, record, step)
+    accuracy = validate(run, RunState(), record, step)
     return accuracy, {name: value for name, value in record.metrics().items() if name.startswith("val-")}
 
 
@@ -92,14 +96,14 @@ def test_one_greedy_sample_per_prompt():
     accuracy, metrics = metrics_of(run)
     assert accuracy == 1.0  # 100, 110, 120
     assert metrics == pytest.approx({"val-core/digits/acc/mean@1": 1.0, "val-aux/digits/reward/mean@1": 1.1})
-    (_, options), = run.sampler.calls
+    (_, options), = run.engines.calls
     assert options.temperature == 0.0
 
 
 def test_every_prompt_is_sampled_n_times_each_with_its_own_seed():
     run = scripted_run(samples=3)
     accuracy, metrics = metrics_of(run)
-    (requests, options), = run.sampler.calls
+    (requests, options), = run.engines.calls
     assert [request.prompt_token_ids[0] for request in requests] == [10, 10, 10, 11, 11, 11, 12, 12, 12]
     assert len({request.seed for request in requests}) == 9
     assert options.temperature == 1.0
@@ -116,10 +120,10 @@ def test_the_seeds_are_the_same_at_every_step_and_in_every_batch():
     metrics_of(whole, step=0)
     metrics_of(whole, step=5)
     metrics_of(parts)
-    first, second = ([request.seed for request in requests] for requests, _ in whole.sampler.calls)
+    first, second = ([request.seed for request in requests] for requests, _ in whole.engines.calls)
     assert first == second
-    assert [len(requests) for requests, _ in parts.sampler.calls] == [4, 2]  # two prompts with their two samples, then one
-    assert [request.seed for requests, _ in parts.sampler.calls for request in requests] == first
+    assert [len(requests) for requests, _ in parts.engines.calls] == [4, 2]  # two prompts with their two samples, then one
+    assert [request.seed for requests, _ in parts.engines.calls for request in requests] == first
 
 
 def test_batches_do_not_change_the_result():
@@ -158,8 +162,10 @@ def test_all_samples_are_stored(tmp_path):
 
 
 def statistics_of(rows, scores, samples, **extras):
-    scored = ScoredTexts([""] * len(rows), torch.tensor(scores), extras)
-    metrics = validation_metrics(rows, scored, samples)
+    lengths = torch.ones(len(rows), dtype=torch.int64)
+    rollouts = ones_rollouts(torch.zeros(len(rows), 1), lengths, group=1)
+    texts = [""] * len(rows)
+    metrics = validation_metrics(Samples(rollouts, torch.tensor(scores), prompts=rows, texts=texts, extras=extras), samples)
     check_names(metrics)
     return metrics
 

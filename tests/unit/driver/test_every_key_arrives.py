@@ -13,6 +13,7 @@ import pytest
 import torch
 from sound_run import sound_run
 
+from verl_rc.checkpoint import RunState
 from verl_rc.cluster import placement
 from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.actor import OptimConfig
@@ -22,7 +23,7 @@ from verl_rc.config.run import RunConfig
 from verl_rc.config.verl_keys import moved
 from verl_rc.data.dataset import PromptOptions
 from verl_rc.driver import stages
-from verl_rc.driver.run import Run
+from verl_rc.driver.services import Services
 from verl_rc.driver.setup import engine_options
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.losses import loss_options
@@ -64,10 +65,11 @@ def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: py
     monkeypatch.setattr(stages, "critic_batch", lambda *_: SimpleNamespace(response_mask=None))
     monkeypatch.setattr(stages, "critic_metrics", lambda _: {})
     batch = SimpleNamespace(response_mask=None, loss_mask=None)
-    arguments = (batch, SimpleNamespace(), 1) if update is stages.update_critic else (batch, 1)
-    run = cast(Run, SimpleNamespace(config=config, critic=object()))
+    control = Control.of(config.algorithm)
+    arguments = (batch, SimpleNamespace(), 1) if update is stages.update_critic else (RunState(), batch, control)
+    services = cast(Services, SimpleNamespace(config=config, critic=object()))
     with pytest.raises(InterruptedError):
-        update(run, *arguments, StepRecord())
+        update(services, *arguments, StepRecord())
     return seen[0]
 
 
@@ -253,24 +255,24 @@ def test_arguments_of_ray(overrides: str, argument: str, value: Any, monkeypatch
 
 
 READERS = {
-    "driver/train.py": "trainer.val_before_train trainer.val_only trainer.test_freq trainer.critic_warmup",
+    "driver/train.py": "trainer.val_before_train trainer.val_only trainer.test_freq trainer.critic_warmup "
+    "trainer.max_nonfinite_updates",
     "driver/setup.py": "trainer.total_epochs trainer.total_training_steps trainer.project_name trainer.experiment_name "
     "trainer.default_local_dir trainer.ready_timeout_seconds trainer.hang_timeout_seconds "
-    "trainer.alerts.reward_drop trainer.alerts.reward_window "
     "actor_rollout_ref.rollout.engine_timeout_seconds trainer.logger algorithm.adv_estimator "
     "actor_rollout_ref.rollout.multi_turn.enable actor_rollout_ref.rollout.sync_proof.gap_limit data.trust_remote_code",
     "driver/checkpoints.py": "trainer.save_freq trainer.resume_mode trainer.resume_from_path trainer.max_actor_ckpt_to_keep",
     "driver/evaluate.py": "trainer.log_val_generations trainer.validation_data_dir data.val_batch_size "
     "actor_rollout_ref.rollout.val_kwargs.n",
     "driver/stages.py": "trainer.rollout_data_dir trainer.seed actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.rollout.n",
-    "driver/sample.py": "algorithm.filter_groups.enable algorithm.filter_groups.metric "
+    "driver/sample.py": "algorithm.gdpo_reward_keys algorithm.filter_groups.enable algorithm.filter_groups.metric "
     "algorithm.filter_groups.max_num_gen_batches "
     "data.gen_batch_size "
     "reward.reward_kwargs.max_resp_len reward.reward_kwargs.overlong_buffer_cfg.enable "
     "reward.reward_kwargs.overlong_buffer_cfg.len reward.reward_kwargs.overlong_buffer_cfg.penalty_factor "
     "reward.reward_kwargs.overlong_buffer_cfg.log",
     "ppo/train_batch.py": "algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.gamma algorithm.lam "
-    "algorithm.norm_adv_by_std_in_grpo algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights",
+    "algorithm.norm_adv_by_std_in_grpo algorithm.gdpo_reward_weights",
     "ppo/objective.py": "actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.actor.kl_loss_coef "
     "actor_rollout_ref.actor.kl_loss_type actor_rollout_ref.actor.policy_loss.loss_mode critic.cliprange_value",
     "workers/policy_worker.py": "actor_rollout_ref.actor.checkpoint.async_save "
@@ -310,8 +312,8 @@ READERS = {
     "config/run.py": "critic.enable",
     "driver/recovery.py": "actor_rollout_ref.rollout.max_engine_replacements",
     "cluster/ray_session.py": "ray_kwargs.ray_init.loopback_only",
-    "driver/guards.py": "trainer.alerts.mismatch trainer.alerts.mismatch_limit trainer.alerts.reward_collapse",
-    "ppo/nonfinite_updates.py": "trainer.max_nonfinite_updates",
+    "driver/guards.py": "trainer.alerts.reward_drop trainer.alerts.reward_window trainer.alerts.mismatch "
+    "trainer.alerts.mismatch_limit trainer.alerts.reward_collapse",
     "workers/reward_model_worker.py": "reward.reward_model.model_path reward.reward_model.dtype reward.reward_model.max_length "
     "reward.reward_model.micro_batch_size_per_gpu reward.reward_model.trust_remote_code reward.reward_model.n_gpus_per_node",
 }

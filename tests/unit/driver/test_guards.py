@@ -11,12 +11,12 @@ from small_models import small_run_config
 
 from verl_rc.data.batches import TokenBatch, TrainBatch
 from verl_rc.data.fingerprint import TokensChangedError, fingerprints
+from verl_rc.data.samples import Samples
 from verl_rc.driver import guards
 from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
-from verl_rc.driver.run import Run
-from verl_rc.driver.sample import SampledBatch
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.reward_watch import RewardWatch
+from verl_rc.ppo.reward_watch import RewardHistory
 from verl_rc.ppo.train_batch import ScoredStep
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
@@ -32,8 +32,7 @@ class Tracker:
 
 def make_run(*overrides: str) -> Any:
     config = small_run_config(Path("unused"), *overrides, "trainer.alerts.reward_window=1")
-    watch = RewardWatch(1, config.trainer.alerts.reward_drop)
-    return SimpleNamespace(config=config, tracker=Tracker(), stop=StopRequest(), reward_watch=watch)
+    return SimpleNamespace(config=config, tracker=Tracker(), stop=StopRequest())
 
 
 def make_batch() -> TrainBatch:
@@ -61,17 +60,20 @@ def make_batch() -> TrainBatch:
     )
 
 
+BEFORE = RewardHistory().observed(torch.ones(3), window=1)
+
+
 def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | None = 0.01) -> tuple[bool, StepRecord]:
+    """The step after one whose samples all had a score of 1."""
     record, sampled = StepRecord(), make_batch()
     if k3_kl is not None:
         record.add({guards.MISMATCH_METRIC: k3_kl})
     numbers = fingerprints(sampled.tokens, sampled.response_mask)
-    parts = SimpleNamespace(
-        rollouts=SimpleNamespace(fingerprints=numbers), scored=SimpleNamespace(scores=torch.tensor(list(scores)))
-    )
+    samples = SimpleNamespace(rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores)))
     record.ledger.sampled(int(sampled.response_mask.sum()))
     scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, correction=None))
-    return guards.may_train(cast(Run, run), cast(SampledBatch, parts), scored_step, record, step=3), record
+    rewards = BEFORE.observed(samples.scores, window=1)
+    return guards.may_train(cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3), record
 
 
 def test_a_healthy_step_trains() -> None:
@@ -122,7 +124,7 @@ def test_in_bypass_mode_the_mismatch_is_judged_after_the_update() -> None:
     assert wanted
     assert record.value("alerts/mismatch") is None
     record.add({guards.MISMATCH_METRIC: 0.5})
-    guards.after_update(cast(Run, run), record, step=3)
+    guards.check_mismatch(cast(Services, run), record, step=3)
     assert record.value("alerts/mismatch") == 1
     assert run.stop.came
 
@@ -130,5 +132,5 @@ def test_in_bypass_mode_the_mismatch_is_judged_after_the_update() -> None:
 def test_a_withheld_batch_is_booked() -> None:
     record = StepRecord()
     record.ledger.sampled(tokens=5)
-    guards.withhold(make_batch(), record)
+    guards.book_withheld(make_batch(), record)
     assert record.ledger.close()["ledger/withheld_tokens"] == 5

@@ -5,12 +5,16 @@ from typing import Any, cast
 
 import pytest
 
-from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.checkpoint import RunState
+from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.remote import ProcessLostError, RemoteError
+from verl_rc.data.batches import Timed
 from verl_rc.driver import recovery, weights
-from verl_rc.driver.recovery import Recovery
-from verl_rc.driver.run import Run
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
 
 
 def loss(*engines: int) -> EnginesLostError:
@@ -24,12 +28,16 @@ class Machine:
 
     def __init__(self) -> None:
         self.done: list[Any] = []
-        self.requests_reissued = 0
         self.losses: list[EnginesLostError] = []
 
     def replace(self, engines: list[int]) -> list[Any]:
         self.done.append(("replace", engines))
         return []
+
+    def generate(self, requests: list[Any], options: Any, on_loss: OnLoss) -> Timed[None]:
+        """Engine 1 is lost with all requests; what is sampled afterwards is of no interest."""
+        on_loss(loss(1), len(requests))
+        return Timed(None, 2.0)
 
     def open(self) -> None:
         self.done.append("open")
@@ -51,11 +59,11 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(recovery, "wait_for_all", lambda pending, timeout: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
-    monkeypatch.setattr(weights, "check_canary", lambda run, version, record: run.engines.done.append(("canary", version)))
+    monkeypatch.setattr(weights, "judge_canary", lambda run, limit, version, record: run.engines.done.append(("canary", version)))
     return Machine()
 
 
-def run_on(machine: Machine, limit: int) -> Run:
+def run_on(machine: Machine, limit: int) -> Services:
     rollout = SimpleNamespace(max_engine_replacements=limit, sync_proof=SimpleNamespace(canary_freq=0))
     run = SimpleNamespace(
         config=SimpleNamespace(
@@ -63,33 +71,32 @@ def run_on(machine: Machine, limit: int) -> Run:
         ),
         engines=machine,
         transport=machine,
-        recovery=Recovery(),
+        agent_loop=None,
         manifest=SimpleNamespace(num_bytes=1, tensors=()),
-        progress=SimpleNamespace(published=4),
     )
-    return cast(Run, run)
+    return cast(Services, run)
 
 
 def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine) -> None:
-    run = run_on(machine, limit=3)
-    weights.restore(run, loss(1))
+    record = StepRecord()
+    answer = weights.generate(run_on(machine, limit=3), RunState(), [GenerationRequest([1], 0)] * 8, OPTIONS, 4, record)
+    assert answer.busy_seconds == 2.0
     assert machine.done == [
         ("replace", [1]), "open", "sleep", "weights", ("deliver", 4), "kv_cache", ("canary", 4)
     ]  # fmt: skip
-    machine.requests_reissued = 8
-    expected = {"recovery/engines_replaced": 1.0, "recovery/requests_reissued": 8.0}
-    assert run.recovery.take_counts(machine) == expected
-    assert run.recovery.take_counts(machine) == dict.fromkeys(expected, 0.0)
+    metrics = record.metrics()
+    assert (metrics["recovery/engines_replaced"], metrics["recovery/requests_reissued"]) == (1, 8)
+    assert not [name for name in metrics if name.startswith("timing_s/update_weights")]  # it is part of the generation
 
 
 def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) -> None:
     machine.losses = [loss(0), loss(0, 1)]
-    run = run_on(machine, limit=3)
-    weights.publish(run, 5, StepRecord())
+    record = StepRecord()
+    weights.publish(run_on(machine, limit=3), RunState(), 5, record)
     assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
         ("deliver", 5), ("replace", [0]), ("deliver", 5), ("replace", [0, 1]), ("deliver", 5), ("canary", 5)
     ]  # fmt: skip
-    assert run.progress.published == 5
+    assert record.metrics()["recovery/engines_replaced"] == 3
 
 
 @pytest.mark.parametrize("limit", [0, 2])
@@ -97,5 +104,5 @@ def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine, li
     machine.losses = [loss(0)] * 4
     expected = rf"max_engine_replacements={limit} .*but {limit + 1} were lost, the last: rollout engine 0 died"
     with pytest.raises(RemoteError, match=expected):
-        weights.publish(run_on(machine, limit), 5, StepRecord())
+        weights.publish(run_on(machine, limit), RunState(), 5, StepRecord())
     assert [step for step in machine.done if step[0] == "replace"] == [("replace", [0])] * limit

@@ -9,10 +9,12 @@ import pytest
 import torch
 from small_models import small_run_config
 
-from verl_rc.data.batches import Completions
+from verl_rc.checkpoint import RunState
+from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.dataset import PromptRow
-from verl_rc.driver.run import Run
-from verl_rc.driver.sample import SampledBatch, sample_batch
+from verl_rc.data.samples import Samples
+from verl_rc.driver.sample import sample_batch
+from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import LedgerError
 from verl_rc.rewards import RewardOutput
@@ -32,20 +34,18 @@ def prompt(row: int) -> PromptRow:
 class Engines:
     """Sample k of a prompt is k + 1 tokens that are the prompt's number; a greedy response is six of them."""
 
-    busy_seconds = 0.5
-
     def __init__(self) -> None:
         self.calls: list[tuple[int, float]] = []
         self.asleep = False
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: Any) -> Timed[Completions]:
         assert not self.asleep
         self.calls.append((len(requests), options.temperature))
         greedy = options.temperature == 0
         lengths = torch.tensor([6 if greedy else index % 2 + 1 for index in range(len(requests))])
         numbers = torch.tensor([request.prompt_token_ids[0] for request in requests])
         mask = torch.arange(7) < lengths[:, None]
-        return Completions(
+        completions = Completions(
             responses=torch.where(mask, numbers[:, None], 0),
             response_lengths=lengths,
             rollout_log_probs=torch.zeros(mask.shape),
@@ -53,6 +53,7 @@ class Engines:
             finished=torch.ones(len(requests), dtype=torch.bool),
             batch_size=[len(requests)],
         )
+        return Timed(completions, 0.5)
 
     def sleep(self) -> list[Any]:
         self.asleep = True
@@ -92,13 +93,13 @@ def make_run(*overrides: str) -> Any:
         prompts=Prompts(),
         scorer=Scorer(),
         engines=engines,
-        sampler=engines,
+        agent_loop=None,
     )
 
 
-def sample(run: Any) -> tuple[SampledBatch, dict[str, float]]:
+def sample(run: Any) -> tuple[Samples, dict[str, float]]:
     record = StepRecord()
-    batch = sample_batch(cast(Run, run), [prompt(0), prompt(1)], step=1, epoch=0, record=record)
+    batch = sample_batch(cast(Services, run), RunState(), [prompt(0), prompt(1)], epoch=0, record=record)
     assert run.engines.asleep
     return batch, record.metrics()
 
@@ -106,8 +107,8 @@ def sample(run: Any) -> tuple[SampledBatch, dict[str, float]]:
 def test_without_a_filter_all_prompts_stay() -> None:
     batch, metrics = sample(make_run())
     assert [row.row_index for row in batch.prompts] == [0, 1]
-    assert batch.scored.scores.tolist() == [1, 1, 0, 1]
-    assert batch.greedy_scores is batch.component_scores is None
+    assert batch.scores.tolist() == [1, 1, 0, 1]
+    assert batch.reward_baselines is batch.component_scores is None
     assert metrics["perf/rollout_tokens_per_second"] == 6 / 0.5
     assert not [name for name in metrics if name.startswith("training/filter_groups")]
 
@@ -117,8 +118,8 @@ def test_further_prompts_are_drawn_until_enough_tell_something() -> None:
     batch, metrics = sample(run)
     assert [row.row_index for row in batch.prompts] == [1, 3]
     assert batch.rollouts.group_ids.tolist() == [0, 0, 1, 1]
-    assert batch.scored.scores.tolist() == [0, 1, 1, 0]
-    assert batch.scored.extras["length"] == [1, 2, 1, 2]
+    assert batch.scores.tolist() == [0, 1, 1, 0]
+    assert batch.extras["length"] == [1, 2, 1, 2]
     assert batch.rollouts.tokens.responses[:, 0].tolist() == [1, 1, 3, 3]
     assert batch.rollouts.tokens.prompt_lengths.tolist() == [2, 2, 1, 1]
     assert run.prompts.drawn == 4
@@ -137,7 +138,7 @@ def test_what_is_left_over_is_dropped_and_counted() -> None:
     run = make_run(FILTER, "data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "data.gen_batch_size=2")
     run.prompts.drawn = 4
     record = StepRecord()
-    batch = sample_batch(cast(Run, run), [prompt(5), prompt(6)], step=1, epoch=0, record=record)
+    batch = sample_batch(cast(Services, run), RunState(), [prompt(5), prompt(6)], epoch=0, record=record)
     assert [row.row_index for row in batch.prompts] == [5]
     assert record.metrics()["training/filter_groups/discarded_surplus_samples"] == 2
     with pytest.raises(LedgerError, match="of the step's 6 sampled tokens"):  # the batch of 3 is not trained on yet
@@ -181,8 +182,8 @@ def test_remax_asks_once_per_prompt_for_a_greedy_response() -> None:
     run = make_run("algorithm.adv_estimator=remax")
     batch, metrics = sample(run)
     assert run.engines.calls == [(4, 1.0), (2, 0.0)]
-    assert batch.greedy_scores is not None
-    assert batch.greedy_scores.tolist() == [GREEDY_SCORE] * 4
+    assert batch.reward_baselines is not None
+    assert batch.reward_baselines.tolist() == [GREEDY_SCORE] * 4
     assert metrics["critic/reward_baselines/mean"] == GREEDY_SCORE
     assert "timing_s/gen_max" in metrics
 
@@ -198,9 +199,9 @@ def test_the_overlong_penalty_is_part_of_the_score_and_of_nothing_else() -> None
     section = "reward.reward_kwargs.overlong_buffer_cfg"
     run = make_run(f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3", f"{section}.log=True")
     batch, metrics = sample(run)
-    assert batch.scored.scores.tolist() == [1, 0.5, 0, 0.5]
-    assert batch.scored.extras["acc"] == [1, 1, 0, 1]
-    assert batch.scored.extras["overlong_reward"] == [0, -0.5, 0, -0.5]
-    assert batch.scored.extras["overlong"] == [False, True, False, True]
+    assert batch.scores.tolist() == [1, 0.5, 0, 0.5]
+    assert batch.extras["acc"] == [1, 1, 0, 1]
+    assert batch.extras["overlong_reward"] == [0, -0.5, 0, -0.5]
+    assert batch.extras["overlong"] == [False, True, False, True]
     assert metrics["response_length/overlong_ratio"] == 0.5
     assert metrics["critic/overlong_reward/min"] == -0.5

@@ -13,12 +13,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from batches_of_ones import ones_rollouts
 
 from verl_rc.config.reward import RewardConfig
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.samples import Samples
 from verl_rc.driver.evaluate import validation_metrics
 from verl_rc.driver.scoring import ResponseScorer, reward_metrics
-from verl_rc.driver.stages import ScoredTexts, write_samples
+from verl_rc.driver.stages import write_samples
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample, build_reward
 
 SOURCE = "def compute_score(solution_str, extra_info, **_):\n    return extra_info['behave'](solution_str)\n"
@@ -168,10 +170,12 @@ def score_a_batch(seed: int, config: RewardConfig, folder: Path) -> list[RewardO
     assert all(math.isfinite(metric.value) for metric in reward_metrics(outputs))
     names = sorted({name for output in outputs for name in output.extras})
     extras = {name: [output.extras.get(name) for output in outputs] for name in names}
-    scored = ScoredTexts(texts, torch.tensor([output.score for output in outputs]), extras)
-    assert len(scored.accuracies()) == SAMPLES
-    assert all(math.isfinite(value) for value in validation_metrics(rows, scored, 1).values())
-    write_samples(str(folder), seed, rows, scored)
+    rollouts = ones_rollouts(torch.zeros(SAMPLES, 1), torch.ones(SAMPLES, dtype=torch.int64), group=1)
+    scores = torch.tensor([output.score for output in outputs], dtype=torch.float32)
+    samples = Samples(rollouts, scores, prompts=rows, texts=texts, extras=extras)
+    assert len(samples.accuracies()) == SAMPLES
+    assert all(math.isfinite(value) for value in validation_metrics(samples, 1).values())
+    write_samples(str(folder), samples, seed)
     assert len([json.loads(line) for line in (folder / f"{seed}.jsonl").read_text(encoding="utf-8").splitlines()]) == SAMPLES
     return outputs
 

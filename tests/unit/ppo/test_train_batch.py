@@ -9,8 +9,9 @@ from batches_of_ones import ones_rollouts
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, positions_mask
+from verl_rc.data.samples import Samples
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.train_batch import ScoreDetails, ScoredStep, build_train_batch, critic_batch, outcome_rewards
+from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, outcome_rewards
 
 LENGTHS = torch.tensor([3, 2, 3, 1])
 SCORES = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -32,7 +33,7 @@ def algorithm(**correction: object) -> AlgorithmConfig:
 
 
 def run_step(rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: AlgorithmConfig) -> ScoredStep:
-    return build_train_batch(rollouts, SCORES, evaluations, config, Control.of(config))
+    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, Control.of(config))
 
 
 def test_scores_lie_on_the_last_token_of_the_mask() -> None:
@@ -113,22 +114,24 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
 
 
 def estimated(
-    name: str, rollouts: RolloutBatch, evaluations: PolicyEvaluations, details: ScoreDetails, **correction: object
+    name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object
 ) -> ScoredStep:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
-    return build_train_batch(rollouts, SCORES, evaluations, config, Control.of(config), details)
+    return build_train_batch(samples, evaluations, config, Control.of(config))
 
 
 def test_remax_subtracts_the_greedy_score() -> None:
-    details = ScoreDetails(reward_baselines=torch.tensor([0.25, 0.25, 2.0, 2.0]))
-    batch = estimated("remax", *make_rollouts(), details).batch
+    rollouts, evaluations = make_rollouts()
+    samples = Samples(rollouts, SCORES, reward_baselines=torch.tensor([0.25, 0.25, 2.0, 2.0]))
+    batch = estimated("remax", samples, evaluations).batch
     assert batch.advantages[:, 0].tolist() == [0.75, -0.25, -1.0, -1.0]
 
 
 def test_gdpo_adds_up_what_is_normalised_part_by_part() -> None:
     """Two parts that differ in their size alone count the same, and opposite ones cancel."""
     parts = torch.tensor([[1.0, 100.0], [0.0, 0.0], [1.0, 0.0], [0.0, 100.0]])
-    batch = estimated("gdpo", *make_rollouts(), ScoreDetails(component_scores=parts)).batch
+    rollouts, evaluations = make_rollouts()
+    batch = estimated("gdpo", Samples(rollouts, SCORES, component_scores=parts), evaluations).batch
     first, second, third, fourth = batch.advantages[:, 0].tolist()
     assert third == pytest.approx(fourth, abs=1e-5)
     assert first - third == pytest.approx(third - second, abs=1e-5)
@@ -145,9 +148,10 @@ def test_the_optimal_baseline_weighs_rows_by_their_squared_importance(opsm: floa
     evaluations.old_log_probs[0, 0] += 0.5
     evaluations.sum_pi_squared = 2 * evaluations.old_log_probs.exp()  # 1 - 2 pi + sum pi^2 = 1
     correction = {"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_opsm_threshold": opsm}
-    step = estimated("optimal_token_baseline", rollouts, evaluations, ScoreDetails(), **correction)
+    samples = Samples(rollouts, SCORES)
+    step = estimated("optimal_token_baseline", samples, evaluations, **correction)
     weight = math.exp(1.0)
     baseline = weight / (weight + 1)
     assert step.batch.advantages[:2, 0].tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-5)
-    uncorrected = estimated("optimal_token_baseline", rollouts, evaluations, ScoreDetails())
+    uncorrected = estimated("optimal_token_baseline", samples, evaluations)
     assert uncorrected.batch.advantages[:2, 0].tolist() == pytest.approx([0.5, -0.5], rel=1e-5)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.data.batches import Completions
+from verl_rc.data.batches import Completions, Timed
 from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
 from verl_rc.rollout.collect import build_rollout_batch
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -45,10 +45,9 @@ class ScriptedEngines:
     def __init__(self, scripts: dict[int, list[list[int]]], end: int) -> None:
         self.scripts, self.end = scripts, end
         self.calls: list[list[GenerationRequest]] = []
-        self.busy_seconds = 0.25
         self._turns: dict[int, int] = {}
 
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Timed[Completions]:
         self.calls.append(list(requests))
         rows, log_probs, versions = [], [], []
         for request in requests:
@@ -58,7 +57,7 @@ class ScriptedEngines:
             rows.append(row)
             log_probs.append([-(turn + 1) / 8] * len(row) + [0.0] * (WIDTH - len(row)))
             versions.append([10 + turn] * len(row) + [-1] * (WIDTH - len(row)))
-        return Completions(
+        completions = Completions(
             responses=torch.tensor([row + [0] * (WIDTH - len(row)) for row in rows]),
             response_lengths=torch.tensor([len(row) for row in rows]),
             rollout_log_probs=torch.tensor(log_probs),
@@ -66,6 +65,7 @@ class ScriptedEngines:
             finished=torch.tensor([row[-1] == self.end for row in rows]),
             batch_size=[len(rows)],
         )
+        return Timed(completions, 0.25)
 
 
 def options(max_tokens: int = 60) -> SamplingOptions:
@@ -76,11 +76,11 @@ def converse(tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 6
     """Conversations whose prompt is one token, their number; returns the engines and the completions."""
     engines = ScriptedEngines(dict(enumerate(scripts)), tokenizer.eos_token_id)
     multi_turn = MultiTurnConfig(enable=True, tools=["calculator"], **{"format": "tag", **config})
-    loop = AgentLoop(engines, tokenizer, multi_turn, {})
+    loop = AgentLoop(tokenizer, multi_turn, {})
     requests = [GenerationRequest([index], seed=100 + index) for index in range(len(scripts))]
-    completions = loop.generate(requests, options(max_tokens))
-    assert loop.busy_seconds == 0.25 * len(engines.calls)
-    return engines, completions
+    answer = loop.generate(requests, options(max_tokens), engines.generate)
+    assert answer.busy_seconds == 0.25 * len(engines.calls)
+    return engines, answer.result
 
 
 def test_a_call_its_answer_and_the_turn_after_it(tokenizer: Any) -> None:

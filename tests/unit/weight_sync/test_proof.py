@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
-from verl_rc.weight_sync.proof import GapMonitor, LogProbGap, SyncProofError, check_receipts, engine_precision
+from verl_rc.weight_sync.proof import GapLimit, LogProbGap, SyncProofError, check_receipts, engine_precision
 from verl_rc.weight_sync.sender import SendReceipt
 
 MANIFEST = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
@@ -44,20 +44,26 @@ def test_gap_counts_masked_positions_only() -> None:
 
 def test_a_first_step_beyond_the_engines_precision_is_refused() -> None:
     with pytest.raises(SyncProofError, match=r"at most 0\.0001 nats"):
-        GapMonitor("float32").check(LogProbGap(0.05, 0.4), "step 1")
+        GapLimit.for_precision("float32").after(LogProbGap(0.05, 0.4), None, "step 1")
 
 
 def test_the_limit_is_calibrated_at_the_first_step() -> None:
-    monitor = GapMonitor("fp8_weights")
-    monitor.check(LogProbGap(0.03, 1.4), "step 1")
-    assert monitor.limit == pytest.approx(0.12)
+    limit = GapLimit.for_precision("fp8_weights")
+    calibrated = limit.after(LogProbGap(0.03, 1.4), None, "step 1")
+    assert limit.in_force(calibrated) == calibrated == pytest.approx(0.12)
+    assert limit.after(LogProbGap(0.11, 1.4), calibrated, "step 2") == calibrated
     with pytest.raises(SyncProofError):
-        monitor.check(LogProbGap(0.13, 1.4), "step 2")
+        limit.after(LogProbGap(0.13, 1.4), calibrated, "step 3")
+
+
+def test_a_configured_limit_is_not_calibrated() -> None:
+    limit = GapLimit.for_precision("fp8_weights", fixed=0.5)
+    assert limit.in_force(limit.after(LogProbGap(0.4, 1.4), None, "step 1")) == 0.5
 
 
 def test_not_a_number_is_refused() -> None:
     with pytest.raises(SyncProofError):
-        GapMonitor("fp8_kv_cache").check(LogProbGap(float("nan"), 0.0), "step 1")
+        GapLimit.for_precision("fp8_kv_cache").after(LogProbGap(float("nan"), 0.0), None, "step 1")
 
 
 def test_precision_is_the_least_precise_part() -> None:

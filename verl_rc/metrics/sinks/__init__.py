@@ -3,6 +3,6 @@
 from verl_rc.metrics.sinks.console import ConsoleSink
 from verl_rc.metrics.sinks.jsonl import JsonlSink
 from verl_rc.metrics.sinks.protocol import Cell, MetricSink
-from verl_rc.metrics.sinks.tracker import LOGGERS, FormerLife, Tracker, open_tracker
+from verl_rc.metrics.sinks.tracker import LOGGERS, PreviousRun, Tracker, open_tracker
 
-__all__ = ["LOGGERS", "Cell", "ConsoleSink", "FormerLife", "JsonlSink", "MetricSink", "Tracker", "open_tracker"]
+__all__ = ["LOGGERS", "Cell", "ConsoleSink", "JsonlSink", "MetricSink", "PreviousRun", "Tracker", "open_tracker"]

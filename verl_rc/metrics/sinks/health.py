@@ -1,7 +1,7 @@
 """Metrics that stay outside their healthy range: said when it is certain, and not at every step again."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from verl_rc.metrics.catalog import CATALOG, MetricSpec
 from verl_rc.metrics.catalog.spec import Bounds
@@ -27,40 +27,42 @@ class Complaint:
         return f"{self.name} = {self.value:.3g}, healthy is {self.spec.healthy_in_words} ({times}): {self.spec.formula}"
 
 
-class HealthMonitor:
-    """Compares the metrics of every step with the healthy ranges of the catalogue.
+@dataclass(frozen=True)
+class HealthHistory:
+    """What was outside its healthy range up to now; belongs in a checkpoint."""
+
+    steps_outside: dict[str, int] = field(default_factory=dict)
+    """By metric that is outside now: for how many steps in a row."""
+    last_said: dict[str, int] = field(default_factory=dict)
+    """By metric: the step in which it was complained about last."""
+
+
+def judge_health(
+    metrics: Mapping[str, float], step: int, history: HealthHistory, patience: int = 3, quiet_steps: int = 50
+) -> tuple[list[Complaint], HealthHistory]:
+    """What has to be said about a step, compared with the healthy ranges of the catalogue, and the history with this step.
 
     A metric is complained about once it was outside for ``patience`` steps in a row (at once where 0 alone is healthy), and not
-    again within ``quiet_steps`` steps. Only names below ``WATCHED_PREFIX`` are looked at.
+    again within ``quiet_steps`` steps. Only names below ``WATCHED_PREFIX`` are looked at; one that is missing keeps its count.
+    Raises ``ValueError`` when a number of steps is below 1.
     """
-
-    def __init__(self, patience: int = 3, quiet_steps: int = 50) -> None:
-        """Raises ``ValueError`` when a number of steps is below 1."""
-        if min(patience, quiet_steps) < 1:
-            raise ValueError(f"patience and quiet_steps must be at least 1 step, got {patience} and {quiet_steps}.")
-        self._patience = patience
-        self._quiet_steps = quiet_steps
-        self._steps_outside: dict[str, int] = {}
-        self._last_said: dict[str, int] = {}
-
-    def observe(self, metrics: Mapping[str, float], step: int) -> list[Complaint]:
-        """What has to be said about this step; a metric that is missing keeps its count."""
-        return list(self._complaints(metrics, step))
-
-    def _complaints(self, metrics: Mapping[str, float], step: int) -> Iterator[Complaint]:
-        for name, value in metrics.items():
-            spec = CATALOG.find(name) if name.startswith(WATCHED_PREFIX) else None
-            if spec is None or spec.healthy is None:
-                continue
-            if _is_inside(value, spec.healthy):
-                self._steps_outside.pop(name, None)
-                continue
-            steps = self._steps_outside[name] = self._steps_outside.get(name, 0) + 1
-            is_certain = steps >= (1 if spec.healthy == _NEVER else self._patience)
-            is_quiet = name in self._last_said and step - self._last_said[name] < self._quiet_steps
-            if is_certain and not is_quiet:
-                self._last_said[name] = step
-                yield Complaint(name, value, spec, steps)
+    if min(patience, quiet_steps) < 1:
+        raise ValueError(f"patience and quiet_steps must be at least 1 step, got {patience} and {quiet_steps}.")
+    complaints, steps_outside, last_said = [], dict(history.steps_outside), dict(history.last_said)
+    for name, value in metrics.items():
+        spec = CATALOG.find(name) if name.startswith(WATCHED_PREFIX) else None
+        if spec is None or spec.healthy is None:
+            continue
+        if _is_inside(value, spec.healthy):
+            steps_outside.pop(name, None)
+            continue
+        steps = steps_outside[name] = steps_outside.get(name, 0) + 1
+        is_certain = steps >= (1 if spec.healthy == _NEVER else patience)
+        is_quiet = name in last_said and step - last_said[name] < quiet_steps
+        if is_certain and not is_quiet:
+            last_said[name] = step
+            complaints.append(Complaint(name, value, spec, steps))
+    return complaints, HealthHistory(steps_outside, last_said)
 
 
 def _is_inside(value: float, healthy: Bounds) -> bool:

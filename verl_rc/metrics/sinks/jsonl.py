@@ -24,7 +24,7 @@ class JsonlSink:
     def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
         """Files appear with their first line, ``run_dir`` with the first file.
 
-        ``steps_done``: steps that the run goes on after, 0 for a new one. Lines of a former life that it repeats move to
+        ``steps_done``: steps that the run goes on after, 0 for a new one. Lines of later steps, which it repeats, move to
         ``<name>.replaced.jsonl``.
         """
         self._run_dir = run_dir

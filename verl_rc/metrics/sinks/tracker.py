@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from verl_rc.metrics.sinks.console import ConsoleSink
-from verl_rc.metrics.sinks.health import ALERT_TITLE, HealthMonitor
 from verl_rc.metrics.sinks.jsonl import JsonlSink
 from verl_rc.metrics.sinks.protocol import Cell, MetricSink
 
@@ -16,7 +15,7 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
-class FormerLife:
+class PreviousRun:
     """The run that a resumed one goes on from."""
 
     steps_done: int
@@ -26,21 +25,17 @@ class FormerLife:
 
 
 class Tracker:
-    """Hands everything to every sink, and tells them when a metric has left its healthy range."""
+    """Hands everything to every sink."""
 
     def __init__(self, sinks: Sequence[MetricSink], run_id: str | None = None) -> None:
         """``run_id``: what W&B calls this run, None without W&B; a checkpoint keeps it."""
         self._sinks = tuple(sinks)
-        self._health = HealthMonitor()
         self.run_id = run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Takes the reduced metrics of one step."""
         for sink in self._sinks:
             sink.log(metrics, step)
-        complaints = self._health.observe(metrics, step)
-        if complaints:
-            self.alert(ALERT_TITLE, "\n".join(map(str, complaints)), step)
 
     def alert(self, title: str, text: str, step: int) -> None:
         """Tells whoever watches that something is wrong."""
@@ -79,11 +74,11 @@ def open_tracker(
     run_dir: Path,
     config: Mapping[str, Any],
     total_steps: int,
-    former: FormerLife | None = None,
+    previous: PreviousRun | None = None,
 ) -> Tracker:
     """Opens the sinks named in ``trainer.logger``.
 
-    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``former`` is given for a run that is
+    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``previous`` is given for a run that is
     resumed, which continues what was written up to there.
 
     Raises:
@@ -94,18 +89,18 @@ def open_tracker(
     if unknown:
         raise ValueError(f"trainer.logger must be a list of names out of {', '.join(LOGGERS)}, got {', '.join(unknown)}.")
 
-    former = former or FormerLife(steps_done=0, run_id=None)
+    previous = previous or PreviousRun(steps_done=0, run_id=None)
 
     def open_wandb() -> MetricSink:
         # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.
         from verl_rc.metrics.sinks.wandb_sink import WandbSink  # noqa: PLC0415
 
-        return WandbSink(project_name, experiment_name, run_dir, config, former.run_id)
+        return WandbSink(project_name, experiment_name, run_dir, config, previous.run_id)
 
     openers: dict[str, Callable[[], MetricSink]] = {
         "console": lambda: ConsoleSink(total_steps),
-        "jsonl": lambda: JsonlSink(run_dir, former.steps_done),
-        "tensorboard": lambda: _open_tensorboard(run_dir, former.steps_done),
+        "jsonl": lambda: JsonlSink(run_dir, previous.steps_done),
+        "tensorboard": lambda: _open_tensorboard(run_dir, previous.steps_done),
         "wandb": open_wandb,
     }
     sinks = {name: openers[name]() for name in names}

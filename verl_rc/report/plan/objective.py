@@ -146,7 +146,7 @@ class AdvantagePlan:
     reward_kl: bool
     """Advantages carry a KL penalty against the reference policy."""
     inputs: tuple[str, ...]
-    """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``ScoreDetails`` (and ``scores``) that change the actor's update."""
+    """Fields of ``RolloutBatch``, ``PolicyEvaluations`` and ``Samples`` that change the actor's update."""
 
     @property
     def compares_groups(self) -> bool:

@@ -41,19 +41,6 @@ def test_everything_reaches_every_sink():
     assert [sink.calls for sink in sinks] == [[*expected, ("close",)]] * 2
 
 
-def test_a_metric_that_left_its_healthy_range_reaches_every_sink_as_one_alert():
-    sinks = [RecordingSink(), RecordingSink()]
-    tracker = Tracker(sinks)
-    sick = {"rollout_corr/nonfinite_token_fraction": 0.5, "rollout_corr/skipped_updates": 2.0}
-    tracker.log(sick, step=1)
-    tracker.log(sick, step=2)  # said already
-    for sink in sinks:
-        (alert,) = [call for call in sink.calls if call[0] == "alert"]
-        _, title, text, step = alert
-        assert (title, step) == ("rollout correction is not healthy", 1)
-        assert [line.split(" = ")[0] for line in text.splitlines()] == list(sick)
-
-
 def test_all_sinks_are_closed_when_one_fails():
     sinks = [RecordingSink(fails=True), RecordingSink(fails=True), RecordingSink()]
     with pytest.raises(OSError, match="disk full"):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from verl_rc.metrics.sinks import FormerLife, open_tracker
+from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.metrics.sinks.wandb_sink import join_bins
 
 wandb = pytest.importorskip("wandb")
@@ -101,7 +101,8 @@ def test_offline_only_when_the_user_neither_logged_in_nor_chose(tmp_path, monkey
         monkeypatch.setenv("WANDB_MODE", variable)
     monkeypatch.setattr(wandb, "login", lambda **_: logged_in)
     monkeypatch.setattr(wandb, "init", lambda **options: seen.update(options) or type("Run", (), {"id": options["id"]}))
-    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path, {"a": 1}, total_steps=1, former=FormerLife(0, "abc123"))
+    previous = PreviousRun(0, "abc123")
+    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path, {"a": 1}, total_steps=1, previous=previous)
     assert seen["mode"] == mode
     assert (seen["project"], seen["name"], seen["config"]) == ("project", "experiment", {"a": 1})
     assert (seen["id"], seen["resume"], tracker.run_id) == ("abc123", "allow", "abc123")
@@ -112,7 +113,7 @@ def test_a_resumed_run_goes_on_from_its_best(tmp_path, monkeypatch):
     run = type("Run", (), {"id": "abc", "summary": summary, "log": lambda *_, **__: None})
     monkeypatch.setattr(wandb, "login", lambda **_: True)
     monkeypatch.setattr(wandb, "init", lambda **_: run())
-    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path, {}, total_steps=1, former=FormerLife(0, "abc"))
+    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path, {}, total_steps=1, previous=PreviousRun(0, "abc"))
     tracker.log({"val-core/digits/acc/mean@1": 0.65}, step=21)
     assert summary["best/digits/acc/mean@1/step"] == 20
     tracker.log({"val-core/digits/acc/mean@1": 0.75}, step=30)

@@ -50,19 +50,19 @@ MATRIX: dict[str, Given] = {
 }
 ROLLOUT_FIELDS = ("response_mask", "rollout_log_probs", "policy_versions", "group_ids", "finished")
 EVALUATION_FIELDS = ("old_log_probs", "entropys", "ref_log_prob", "critic_values", "sum_pi_squared")
-DETAILS = ("reward_baselines", "component_scores")
-ALL_INPUTS = ("scores", *ROLLOUT_FIELDS, *EVALUATION_FIELDS, *DETAILS)
+SCORE_FIELDS = ("scores", "reward_baselines", "component_scores")
+ALL_INPUTS = (*SCORE_FIELDS, *ROLLOUT_FIELDS, *EVALUATION_FIELDS)
 
 
 def changed(name: str) -> Inputs:
-    if name == "scores":
-        return replace(INPUTS, scores=perturbed(INPUTS.scores))
-    if name in DETAILS:
-        return replace(INPUTS, details=replace(INPUTS.details, **{name: perturbed(getattr(INPUTS.details, name))}))
-    part = "rollouts" if name in ROLLOUT_FIELDS else "evaluations"
-    owner = getattr(INPUTS, part).clone()
+    samples = INPUTS.samples
+    if name in SCORE_FIELDS:
+        return replace(INPUTS, samples=replace(samples, **{name: perturbed(getattr(samples, name))}))
+    owner = (samples.rollouts if name in ROLLOUT_FIELDS else INPUTS.evaluations).clone()
     setattr(owner, name, other_values(name, getattr(owner, name)))
-    return replace(INPUTS, **{part: owner})
+    if name in ROLLOUT_FIELDS:
+        return replace(INPUTS, samples=replace(samples, rollouts=owner))
+    return replace(INPUTS, evaluations=owner)
 
 
 def other_values(name: str, values: Tensor) -> Tensor:

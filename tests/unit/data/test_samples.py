@@ -1,10 +1,13 @@
 """Rollouts of several calls as one: every row's tokens unchanged, padding where it belongs, groups renumbered."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from verl_rc.data.batches import RolloutBatch, TokenBatch
-from verl_rc.data.joining import join_rollouts, take_groups
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.samples import Samples, join_rollouts, take_groups
 
 PAD = 99
 
@@ -58,3 +61,44 @@ def test_groups_are_taken_in_the_order_asked_for() -> None:
     assert taken.group_ids.tolist() == [0, 1, 1]
     assert taken.tokens.responses.tolist() == [[17, PAD, PAD], [11, PAD, PAD], [14, 15, 16]]
     assert rollouts.group_ids.tolist() == [5, 8, 5, 9]
+
+
+def make_samples(first: int, **changes: Any) -> Samples:
+    """Two prompts with two samples each; scores count from ``first``."""
+    rollouts = make_rollouts(PROMPTS, RESPONSES, [0, 0, 1, 1])
+    fields = {
+        "scores": torch.arange(first, first + 4, dtype=torch.float32),
+        "prompts": [PromptRow(first + group, [1], [], "source", None, {}) for group in range(2)],
+        "texts": [f"text {first + row}" for row in range(4)],
+        "extras": {"acc": [float(first + row) for row in range(4)]},
+    }
+    return Samples(rollouts, **{**fields, **changes})
+
+
+def test_joined_samples_keep_their_prompts_and_extras() -> None:
+    whole = Samples.joined([make_samples(0), make_samples(10, extras={"note": ["a", "b", "c", "d"]})], PAD)
+    assert whole.scores.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert [row.row_index for row in whole.rows] == [0, 0, 1, 1, 10, 10, 11, 11]
+    assert whole.extras == {"acc": [0, 1, 2, 3] + [None] * 4, "note": [None] * 4 + ["a", "b", "c", "d"]}
+    assert whole.accuracies() == [0, 1, 2, 3, 10, 11, 12, 13]
+    chosen = whole.of_prompts([3, 0])
+    assert [row.row_index for row in chosen.rows] == [11, 11, 0, 0]
+    assert chosen.texts == ["text 12", "text 13", "text 0", "text 1"]
+    assert chosen.scores.tolist() == [12, 13, 0, 1]
+    assert chosen.num_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"scores": torch.zeros(4, dtype=torch.float64)}, r"Samples\.scores must be torch.float32 .* got torch.float64"),
+        ({"scores": torch.zeros(3)}, r"Samples\.scores must be .* of shape \[4\], got torch.float32 of shape \[3\]"),
+        ({"component_scores": torch.zeros(4)}, r"Samples\.component_scores must be .* of shape \[4, 'K'\]"),
+        ({"reward_baselines": torch.zeros(4, 1)}, r"Samples\.reward_baselines must be .* of shape \[4\]"),
+        ({"texts": ["one"]}, r"Samples\.texts must have one value for each of 4 rows, got 1"),
+        ({"extras": {"acc": [1.0]}}, r"Samples\.extras\['acc'\] must have one value for each of 4 rows, got 1"),
+    ],
+)
+def test_what_does_not_fit_the_rollouts_names_the_field(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_samples(0, **changes)

@@ -1,0 +1,102 @@
+"""Services do not change while a run lasts: what does is in ``RunState``, where a checkpoint finds it."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from typing import Any
+
+import pytest
+
+from verl_rc.checkpoint import CheckpointStore
+from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.weight_transport import Broadcast, LentMemory
+from verl_rc.data.prompt_stream import PromptStream
+from verl_rc.driver.interruption import StopRequest
+from verl_rc.driver.services import Services
+
+MAY_CHANGE = {
+    PromptStream: "its position is put into RunState.prompts at the end of every step",
+    CheckpointStore: "the checkpoint that is being written is no part of itself",
+    StopRequest: "a request to end concerns this process alone",
+    EngineGroup: "what engines are built with is kept for building others in their places",
+    LentMemory: "who lends to whom depends on the processes that are there",
+}
+
+
+def parts(annotation: Any) -> list[type]:
+    """The classes of this project that a field may hold."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [part for option in typing.get_args(annotation) for part in parts(option)]
+    own = isinstance(annotation, type) and annotation.__module__.startswith("verl_rc.")
+    return [annotation] if own else []
+
+
+def changes(kind: type) -> list[str]:
+    """Methods that assign to a field of the object, or change what it holds in place."""
+    found = []
+    [body] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    for method in body.body:
+        if isinstance(method, ast.FunctionDef) and method.name not in ("__init__", "__post_init__"):
+            found += [f"{kind.__name__}.{method.name}" for node in ast.walk(method) if _changes_self(node)]
+    return list(dict.fromkeys(found))
+
+
+def _changes_self(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign):
+        return any(_is_of_self(target) for target in node.targets)
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return _is_of_self(node.target)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in ("append", "extend", "update", "pop", "clear", "add") and _is_of_self(node.func.value)
+    return False
+
+
+def _is_of_self(target: ast.AST) -> bool:
+    if isinstance(target, ast.Tuple | ast.List):
+        return any(map(_is_of_self, target.elts))
+    while isinstance(target, ast.Subscript | ast.Attribute):
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            return target.value.id == "self"
+        target = target.value
+    return False
+
+
+def test_services_are_frozen_and_hold_nothing_that_changes() -> None:
+    assert Services.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    hints = typing.get_type_hints(Services)
+    kinds = {kind for one in dataclasses.fields(Services) for kind in parts(hints[one.name])} | {Broadcast, LentMemory}
+    assert len(kinds) > 12
+    assert not {kind: found for kind in kinds - MAY_CHANGE.keys() if (found := changes(kind))}
+    assert MAY_CHANGE.keys() <= {kind for kind in kinds if changes(kind)}  # no exception without need
+
+
+class Planted:
+    def count(self) -> None:
+        self.total: int = 1
+
+    def add(self) -> None:
+        self.total += 1
+
+    def exchange(self) -> None:
+        self.one, _other = 1, 2
+
+    def put(self) -> None:
+        self.table["key"].value = 1
+
+    def keep(self) -> None:
+        self.items.append(1)
+
+    def ask(self) -> int:
+        total = self.total
+        return total + len(self.items)
+
+
+@pytest.mark.parametrize("method", ["count", "add", "exchange", "put", "keep"])
+def test_the_check_itself(method: str) -> None:
+    found = changes(Planted)
+    assert f"Planted.{method}" in found
+    assert "Planted.ask" not in found

@@ -1,0 +1,140 @@
+"""Samples: what was sampled with the scores it got, and putting together what was sampled in several calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from verl_rc.data.batches import RolloutBatch
+from verl_rc.data.dataset import PromptRow
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Responses and their scores, row for row; of a prompt all its samples are there. ``B`` rows."""
+
+    rollouts: RolloutBatch
+    scores: Tensor
+    """float32 ``[B]``: outcome scores, with the overlong penalty if there is one."""
+    prompts: list[PromptRow] = field(default_factory=list)
+    """``rollouts.group_ids`` count them. Formulas do not look at prompts, texts and extras and may go without."""
+    texts: list[str] = field(default_factory=list)
+    """``B`` decoded responses."""
+    extras: dict[str, list[object]] = field(default_factory=dict)
+    """Further columns of ``B`` values returned by the reward function, e.g. ``acc``."""
+    unpenalised: Tensor | None = None
+    """float32 ``[B]``: scores before the overlong penalty; None: there is no penalty."""
+    reward_baselines: Tensor | None = None
+    """float32 ``[B]``: score of the greedy response to each row's prompt; None unless the estimator is ``remax``."""
+    component_scores: Tensor | None = None
+    """float32 ``[B, K]``: the parts of the reward named by ``algorithm.gdpo_reward_keys``; None unless the estimator is
+    ``gdpo``."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` naming the field whose dtype or length does not fit the rollouts."""
+        rows = len(self)
+        for name, dimensions in (("scores", 1), ("unpenalised", 1), ("reward_baselines", 1), ("component_scores", 2)):
+            value: Tensor | None = getattr(self, name)
+            if value is not None and (value.dtype != torch.float32 or value.ndim != dimensions or len(value) != rows):
+                raise ValueError(
+                    f"Samples.{name} must be torch.float32 of shape {[rows, 'K'][:dimensions]}, "
+                    f"got {value.dtype} of shape {list(value.shape)}."
+                )
+        columns: dict[str, Sequence[object]] = {f"extras[{name!r}]": column for name, column in self.extras.items()}
+        if self.texts:
+            columns["texts"] = self.texts
+        for name, column in columns.items():
+            if len(column) != rows:
+                raise ValueError(f"Samples.{name} must have one value for each of {rows} rows, got {len(column)}.")
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rollouts.group_ids)
+
+    @property
+    def rows(self) -> list[PromptRow]:
+        """The prompt of every row."""
+        return [self.prompts[group] for group in self.rollouts.group_ids.tolist()]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy produced."""
+        return int(torch.count_nonzero(self.rollouts.response_mask))
+
+    def accuracies(self) -> list[float]:
+        """``acc`` of every sample; its score where the reward function gives no ``acc``."""
+        given = self.extras.get("acc", [None] * len(self))
+        pairs = zip(given, self.scores.tolist(), strict=True)
+        return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]
+
+    def of_prompts(self, groups: Sequence[int]) -> "Samples":
+        """The samples of some prompts, which are renumbered in the order given."""
+        rollouts, rows = take_groups(self.rollouts, groups)
+        return Samples(
+            rollouts,
+            self.scores[rows],
+            prompts=[self.prompts[group] for group in groups],
+            texts=[self.texts[row] for row in rows],
+            extras={name: [column[row] for row in rows] for name, column in self.extras.items()},
+            unpenalised=None if self.unpenalised is None else self.unpenalised[rows],
+        )
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Samples]", pad_token_id: int) -> "Samples":
+        """Several parts as one, in order; prompts are numbered through, and an extra that a part lacks is None there.
+
+        Raises ``ValueError`` when there is no part.
+        """
+        prompts: list[PromptRow] = []
+        rollouts = []
+        for part in parts:
+            renumbered = part.rollouts.clone()
+            renumbered.group_ids += len(prompts)
+            rollouts.append(renumbered)
+            prompts += part.prompts
+        names = sorted({name for part in parts for name in part.extras})
+        before = [part.unpenalised for part in parts if part.unpenalised is not None]  # all parts of a run have it, or none
+        return cls(
+            join_rollouts(rollouts, pad_token_id),
+            torch.cat([part.scores for part in parts]),
+            prompts=prompts,
+            texts=[text for part in parts for text in part.texts],
+            extras={name: [value for part in parts for value in part.extras.get(name, [None] * len(part))] for name in names},
+            unpenalised=torch.cat(before) if before else None,
+        )
+
+
+def join_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
+    """The rows of all parts, in order, padded to the widest prompt and response; groups keep the ids they have.
+
+    Raises ``ValueError`` when there is no part.
+    """
+    if not parts:
+        raise ValueError("at least one rollout batch must be given, got none.")
+    prompt_width = max(part.tokens.prompts.shape[1] for part in parts)
+    width = max(part.tokens.responses.shape[1] for part in parts)
+    joined: RolloutBatch = RolloutBatch.cat([_padded(part, prompt_width, width, pad_token_id) for part in parts])
+    return joined
+
+
+def take_groups(rollouts: RolloutBatch, groups: Sequence[int]) -> tuple[RolloutBatch, list[int]]:
+    """The rows of ``groups``, which are renumbered 0, 1, … in the order given; also the numbers of the rows taken."""
+    place = {group: index for index, group in enumerate(groups)}
+    ids = rollouts.group_ids.tolist()
+    rows = sorted((row for row, group in enumerate(ids) if group in place), key=lambda row: place[ids[row]])
+    taken = rollouts[rows].clone()
+    taken.group_ids = torch.tensor([place[ids[row]] for row in rows], dtype=torch.int64)
+    return taken, rows
+
+
+def _padded(part: RolloutBatch, prompt_width: int, width: int, pad_token_id: int) -> RolloutBatch:
+    missing = width - part.tokens.responses.shape[1]
+    padded = part.clone()
+    padded.tokens.prompts = pad(part.tokens.prompts, (prompt_width - part.tokens.prompts.shape[1], 0), value=pad_token_id)
+    padded.tokens.responses = pad(part.tokens.responses, (0, missing), value=pad_token_id)
+    padded.response_mask = pad(part.response_mask, (0, missing), value=False)
+    padded.rollout_log_probs = pad(part.rollout_log_probs, (0, missing), value=0.0)
+    padded.policy_versions = pad(part.policy_versions, (0, missing), value=-1)
+    return padded

@@ -1,0 +1,59 @@
+"""The parts of a run that stay what they are while it lasts; what changes from step to step is ``RunState``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_rc.checkpoint import CheckpointStore
+from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
+from verl_rc.cluster.weight_transport import WeightTransport
+from verl_rc.config.run import RunConfig
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.prompt_stream import PromptStream
+from verl_rc.driver.interruption import StopRequest
+from verl_rc.driver.scoring import ResponseScorer
+from verl_rc.metrics.sinks import Tracker
+from verl_rc.rollout.agent_loop import AgentLoop
+from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.proof import GapLimit
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the stages of the loop work with: handles on processes and files, the configuration, and what follows from it."""
+
+    config: RunConfig
+    folder: Path
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    prompts: PromptStream
+    """Training prompts, batch by batch."""
+    validation_rows: list[PromptRow]
+    scorer: ResponseScorer
+    actor: ActorGroup
+    critic: CriticGroup | None
+    """None: nothing needs values."""
+    reference: ReferenceGroup | None
+    """None: nothing compares with it, or it is the actor without its LoRA adapters."""
+    engines: EngineGroup
+    agent_loop: AgentLoop | None
+    """The conversation in which the policy calls tools between its turns; None: there are no tools."""
+    transport: WeightTransport
+    """How weights get from the actor to the engines."""
+    checkpoints: CheckpointStore
+    manifest: Manifest
+    gap_limit: GapLimit
+    """How far log-probs of trainer and engine may differ, on a step's own rollouts and on canary tokens."""
+    stop: StopRequest
+    """Whether the scheduler asked the run to end."""
+    tracker: Tracker
+    total_steps: int
+    max_model_len: int
+    """Tokens of prompt and response that an engine holds."""
+    block_size: int
+    """Tokens of one block of the engines' key-value cache."""
+
+    def is_due(self, frequency: int, step: int) -> bool:
+        """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens now."""
+        return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
