@@ -21,5 +21,6 @@ def row_slices(num_rows: int, width: int, elements: int) -> Iterator[slice]:
 
 def in_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Applies a function of ``[B, T]`` tensors, which computes row by row, to a few rows at a time."""
-    slices = row_slices(*tensors[0].shape, _BLOCK_ELEMENTS)
+    num_rows, width = tensors[0].shape
+    slices = row_slices(num_rows, width, _BLOCK_ELEMENTS)
     return torch.cat([function(*(tensor[rows] for tensor in tensors)) for rows in slices])

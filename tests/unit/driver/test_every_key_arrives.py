@@ -274,7 +274,8 @@ READERS = {
     "ppo/train_batch.py": "algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.gamma algorithm.lam "
     "algorithm.norm_adv_by_std_in_grpo algorithm.gdpo_reward_weights",
     "ppo/objective.py": "actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.actor.kl_loss_coef "
-    "actor_rollout_ref.actor.kl_loss_type actor_rollout_ref.actor.policy_loss.loss_mode critic.cliprange_value",
+    "actor_rollout_ref.actor.kl_loss_type critic.cliprange_value",
+    "ppo/choices.py": "actor_rollout_ref.actor.policy_loss.loss_mode",
     "workers/policy_worker.py": "actor_rollout_ref.actor.checkpoint.async_save "
     "actor_rollout_ref.model.use_remove_padding "
     "actor_rollout_ref.model.enable_gradient_checkpointing "
