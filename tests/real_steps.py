@@ -17,9 +17,10 @@ from verl_rc.cluster.remote import wait_for_all
 from verl_rc.cluster.trainer_groups import ActorGroup
 from verl_rc.config.load import load_run_config
 from verl_rc.data.batches import Completions, Timed
-from verl_rc.driver import train
+from verl_rc.driver import train, weights
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
+from verl_rc.driver.step_record import StepRecord
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 
@@ -47,7 +48,14 @@ def open_faulty_run(task: dict[str, Path], folder: Path, *overrides: str) -> Ite
 
 def real_step(run: RealRun) -> dict[str, Any]:
     """The loop itself, for one step: the weights are published, then everything of a step; returns its metrics."""
-    train.train(replace(run.services, total_steps=run.state.step + 1), run.state)
+
+    def publish(services: Services, state: RunState) -> None:
+        """No canary tokens but those that the configuration asks for: the engines were proved when the run began."""
+        weights.publish(services, state, state.step, StepRecord())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "start", publish)
+        train.train(replace(run.services, total_steps=run.state.step + 1), run.state)
     return last_metrics(run)
 
 

@@ -177,7 +177,7 @@ def _export(given: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # torch and transformers take seconds to load, for which no other subcommand and no help text should wait.
-    from verl_rc.driver.export import ExportError, ExportRequest, export_checkpoint  # noqa: PLC0415
+    from verl_rc.workers.export import ExportError, ExportRequest, export_checkpoint  # noqa: PLC0415
 
     request = ExportRequest(given.checkpoint, given.output, given.part, given.dtype, given.model)
     try:

@@ -16,7 +16,7 @@ def train(config: SftConfig) -> None:
     """
     # Threads that spin while they wait cost tenfold when another process needs the core; read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from verl_rc.driver.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
+    from verl_rc.workers.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)
 
     console = Console(stderr=True)
     try:

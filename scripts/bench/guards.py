@@ -13,7 +13,7 @@ import torch
 from verl_rc.data.batches import TokenBatch
 from verl_rc.data.fingerprint import fingerprints, require_sampled_tokens
 from verl_rc.ppo.guards import RewardHistory
-from verl_rc.ppo.ledger import Ledger, require_sampled_loss, tokens_by_fate
+from verl_rc.ppo.ledger import Ledger, accounts_of_update, require_sampled_loss
 
 SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096))
 """Rows, prompt tokens, response tokens."""
@@ -50,7 +50,7 @@ def books(mask: torch.Tensor) -> None:
     require_sampled_loss(mask, mask, mask)
     ledger.book({"rejected": int(torch.count_nonzero(mask & ~mask))})
     parts = [count // 8] * 7 + [count - 7 * (count // 8)]
-    ledger.book(tokens_by_fate(parts, parts, [1.0] * 8, epochs=1))
+    ledger.book(accounts_of_update(parts, parts, [1.0] * 8, epochs=1))
     ledger.book_prompts({"in_batch": len(mask) // 8})
     ledger.close()
 

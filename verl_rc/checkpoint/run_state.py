@@ -44,8 +44,8 @@ and paths (models and data may move; the loader itself refuses data of another l
 class RunState:
     """What changes from step to step in the driver; models and optimizers are saved by the ranks that hold them.
 
-    A checkpoint stores exactly this, and a resumed run starts with what was stored. Fields are plain values: whatever moves one
-    puts another value in its place.
+    A checkpoint stores exactly this, and a resumed run starts with what was stored. Fields are plain values: to move one is
+    to put another value in its place.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -141,7 +141,7 @@ class SavedRun:
 
 
 def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
-    """What verl_rc 0.1 wrote before the state was a record of its own; guards that it did not save start at zero."""
+    """What verl_rc 0.1 wrote before the state was one record; guards that it did not save start at zero."""
     names = {"step", "control", "gap_limits", "skipped_in_a_row", "tracker_run_id", "num_ranks", "config"}
     since = {"nonfinite_in_a_row", "reward_watch"}
     if not names <= plain.keys() <= names | since:

@@ -44,8 +44,8 @@ OnLoss = Callable[[EnginesLostError, int], None]
 class EngineGroup:
     """All vLLM engines of a run.
 
-    Methods that raise ``EnginesLostError`` can be called again after ``replace`` and another update of all weights; what engines
-    share with the trainer, the way of weights, must be opened anew before.
+    Methods that raise ``EnginesLostError`` can be called again after ``replace`` and another update of all weights; the weight
+    transport must be opened again before.
     """
 
     worker = "verl_rc.rollout.engine:RolloutEngine"
@@ -86,9 +86,9 @@ class EngineGroup:
     def wait(self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()) -> tuple[dict[int, Any], list[Any]]:
         """The answers of engines by number, and those of the processes they work with, ``beside``.
 
-        Raises ``EnginesLostError`` when an engine died, whatever else failed for want of it, or did not answer in time and
-        nothing else explains that. In a transfer one that hangs can hold up others: all that did not answer count as lost. Else
-        raises the first failure, preferably one that is not just the want of another process.
+        Raises ``EnginesLostError`` when an engine died (what failed because it was gone does not count), or did not answer in
+        time and nothing else explains that. In a transfer one that hangs can hold up others: all that did not answer count as
+        lost. Else raises the first failure, preferably one that is not just the want of another process.
         """
         calls = [*pending.values(), *beside]
         answer_of = {

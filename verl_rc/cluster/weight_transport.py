@@ -1,4 +1,4 @@
-"""The two ways weights take from the actor to the engines, as seen by the driver."""
+"""The two transports of weights from the actor to the engines, as the driver sees them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

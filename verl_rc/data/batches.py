@@ -6,8 +6,8 @@ response width
 Records are tensordict tensorclasses: they index by rows, concatenate, and cross Ray as plain tensors.
 """
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
 import torch
 from tensordict import TensorClass
@@ -16,20 +16,54 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def _check(record: object, per_row: dict[str, torch.dtype], per_token: dict[str, torch.dtype]) -> None:
-    """Raise ``ValueError`` unless every given field has its dtype and its shape: ``[B]`` per row, ``[B, R]`` per
-    token."""
-    responses = getattr(record, "responses")  # noqa: B009
-    rows, width = responses.shape
-    for name, dtype in {**per_row, **per_token}.items():
-        value = getattr(record, name)
+_FIELDS: dict[str, tuple[torch.dtype, str]] = {
+    "prompts": (torch.int64, "BP"),
+    "prompt_lengths": (torch.int64, "B"),
+    "responses": (torch.int64, "BR"),
+    "response_lengths": (torch.int64, "B"),
+    "response_mask": (torch.bool, "BR"),
+    "loss_mask": (torch.bool, "BR"),
+    "rollout_log_probs": (torch.float32, "BR"),
+    "old_log_probs": (torch.float32, "BR"),
+    "ref_log_prob": (torch.float32, "BR"),
+    "log_probs": (torch.float32, "BR"),
+    "entropys": (torch.float32, "BR"),
+    "sum_pi_squared": (torch.float32, "BR"),
+    "critic_values": (torch.float32, "BR"),
+    "old_values": (torch.float32, "BR"),
+    "advantages": (torch.float32, "BR"),
+    "returns": (torch.float32, "BR"),
+    "rollout_is_weights": (torch.float32, "BR"),
+    "policy_versions": (torch.int64, "BR"),
+    "group_ids": (torch.int64, "B"),
+    "finished": (torch.bool, "B"),
+    "fingerprints": (torch.int64, "B"),
+    "num_turns": (torch.int64, "B"),
+    "tool_calls": (torch.int64, "B"),
+    "scores": (torch.float32, "B"),
+}
+"""Dtype and shape of every field: a name means the same in all records."""
+
+
+def _check(record: Any) -> None:
+    """Raise ``ValueError`` naming the first field whose dtype or shape is not that of ``_FIELDS``; None is no field.
+
+    The sizes of B, P and R are those of the record's ``tokens``, where it has them, else those of the first field that has them.
+    """
+    tokens = getattr(record, "tokens", None)
+    sizes = {} if tokens is None else dict(zip("BR", tokens.responses.shape, strict=True))
+    for name in (one.name for one in fields(record) if one.name in _FIELDS):
+        value: Tensor | None = getattr(record, name)
         if value is None:
             continue
-        shape = (rows, width) if name in per_token else (rows,)
-        if tuple(value.shape) != shape or value.dtype != dtype:
+        dtype, symbols = _FIELDS[name]
+        if value.ndim == len(symbols):
+            sizes = {**dict(zip(symbols, value.shape, strict=True)), **sizes}
+        shape = [sizes.get(symbol, symbol) for symbol in symbols]
+        if list(value.shape) != shape or value.dtype != dtype:
             raise ValueError(
-                f"{type(record).__name__}.{name} must be {dtype} of shape {list(shape)}, "
-                f"got {value.dtype} of shape {list(value.shape)}."
+                f"{type(record).__name__}.{name} must be {dtype} of shape {shape}, got {value.dtype} of shape "
+                f"{list(value.shape)}."
             )
 
 
@@ -47,7 +81,7 @@ class TokenBatch(TensorClass):
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
-        _check(self, {"prompt_lengths": torch.int64, "response_lengths": torch.int64}, {"responses": torch.int64})
+        _check(self)
 
     @property
     def sequence_lengths(self) -> Tensor:
@@ -77,21 +111,7 @@ class Completions(TensorClass):
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
-        _check(
-            self,
-            {
-                "response_lengths": torch.int64,
-                "finished": torch.bool,
-                "num_turns": torch.int64,
-                "tool_calls": torch.int64,
-            },
-            {
-                "responses": torch.int64,
-                "rollout_log_probs": torch.float32,
-                "policy_versions": torch.int64,
-                "response_mask": torch.bool,
-            },
-        )
+        _check(self)
 
 
 class RolloutBatch(TensorClass):
@@ -116,6 +136,10 @@ class RolloutBatch(TensorClass):
     tool_calls: Tensor | None = None
     """int64 ``[B]``: calls that tools answered. None: no tools."""
 
+    def __post_init__(self) -> None:
+        """Check dtypes and shapes."""
+        _check(self)
+
 
 class PolicyEvaluations(TensorClass):
     """What the trainer's models say about the sampled tokens before the update."""
@@ -131,6 +155,10 @@ class PolicyEvaluations(TensorClass):
     """float32 ``[B, R]``: log-prob under the reference policy."""
     critic_values: Tensor | None = None
     """float32 ``[B, R]``: the critic's value before each token."""
+
+    def __post_init__(self) -> None:
+        """Check dtypes and shapes."""
+        _check(self)
 
 
 class TrainBatch(TensorClass):
@@ -159,6 +187,10 @@ class TrainBatch(TensorClass):
     policy_versions: Tensor | None = None
     """int64 ``[B, R]``: version of the weights that sampled each token; only for diagnostics in the actor (bypass mode)."""
 
+    def __post_init__(self) -> None:
+        """Check dtypes and shapes."""
+        _check(self)
+
 
 class CriticBatch(TensorClass):
     """What the critic trains on."""
@@ -172,6 +204,10 @@ class CriticBatch(TensorClass):
     returns: Tensor
     """float32 ``[B, R]``: what the value is regressed on; in units of reward."""
 
+    def __post_init__(self) -> None:
+        """Check dtypes and shapes."""
+        _check(self)
+
 
 @dataclass(frozen=True)
 class TokenScores:
@@ -183,6 +219,10 @@ class TokenScores:
     """float32 ``[B, R]``, nats; None when not asked for."""
     sum_pi_squared: Tensor | None = None
     """float32 ``[B, R]``: sum over the vocabulary of squared probabilities; None when not asked for."""
+
+    def __post_init__(self) -> None:
+        """Check dtypes and shapes."""
+        _check(self)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def write(services: Services, state: RunState, record: StepRecord) -> None:
     alert ends the run. With ``checkpoint.async_save`` it is only copied here, once the one before is written.
     """
     step, frequency = state.step, services.config.trainer.save_freq
-    wanted = services.stop.settle() and (frequency > 0 or services.stop.reason is not None)
+    wanted = services.stop.decide() and (frequency > 0 or services.stop.reason is not None)
     if not services.is_due(frequency, step) and not wanted:
         return
     with record.stage("save_checkpoint"):
@@ -76,8 +76,8 @@ def commit(services: Services, step: int) -> None:
     What is still being written counts after a later step; after the last one it is waited for.
     """
     if services.checkpoints.begun == step:  # the step is saved: who asked meanwhile need not wait for another
-        services.stop.settle()
-    _commit_begun(services, wait=services.stop.settled or step == services.total_steps)
+        services.stop.decide()
+    _commit_begun(services, wait=services.stop.ending or step == services.total_steps)
 
 
 def _commit_begun(services: Services, wait: bool) -> None:

@@ -68,5 +68,5 @@ def _act(services: Services, action: AlertAction, title: str, text: str, step: i
     }[action]
     services.tracker.alert(title, f"{text}; {consequence}", step)
     if action == "save_and_stop":
-        services.stop.ask(f"{title} at step {step}: {text}")
+        services.stop.request(f"{title} at step {step}: {text}")
     return action == "warn"

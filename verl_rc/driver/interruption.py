@@ -22,30 +22,30 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.requested = False
         """Whether the run is to end, after a step that is saved."""
-        self.settled = False
+        self.ending = False
         """Whether it ends after this step."""
         self._signalled = False
         self.reason: str | None = None
         """Why this run itself asks to end; None: the scheduler does."""
 
-    def settle(self) -> bool:
+    def decide(self) -> bool:
         """Decide whether the run ends after this step: the request may come after the moment in which the step could be saved."""
-        self.settled = self.came
-        return self.settled
+        self.ending = self.requested
+        return self.ending
 
-    def obey(self) -> None:
+    def end_if_decided(self) -> None:
         """End the run if that is wanted: ``StoppedByAlertError`` when it is the run itself that wants to, else ``SystemExit``."""
-        if not self.settled:
+        if not self.ending:
             return
         if self.reason is not None:
             raise StoppedByAlertError(self.reason)
         raise SystemExit(TERMINATED)
 
-    def ask(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         """End the run after this step, saved."""
-        self.came, self.reason = True, reason
+        self.requested, self.reason = True, reason
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -59,5 +59,5 @@ class StopRequest:
     def _take(self, _signal: int, _frame: FrameType | None) -> None:
         if self._signalled:
             raise SystemExit(TERMINATED)
-        self.came = self._signalled = True
+        self.requested = self._signalled = True
         say("SIGTERM: finishing the step, saving it, ending; another SIGTERM ends at once and loses the step")

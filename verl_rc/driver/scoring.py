@@ -23,7 +23,7 @@ class ResponseScorer:
     """Scores responses; a failure stops the run or gets a score that somebody chose, and is counted."""
 
     def __init__(self, config: RewardConfig, pool: RewardPool | None, model: RewardModel | None) -> None:
-        """``pool``: for whatever may hang (``needs_pool``); ``model``: with ``reward.reward_model.enable``."""
+        """``pool``: for samples whose scorer may hang (``may_hang``); ``model``: with ``reward.reward_model.enable``."""
         self._config = config
         self._pool = pool
         self._model = model
@@ -98,7 +98,7 @@ class ResponseScorer:
 
 
 def _with_accuracies(outputs: Sequence[RewardOutput]) -> list[RewardOutput]:
-    """Where samples have an accuracy, that of a failed one is 0: nobody has shown it to be right."""
+    """Where samples have an accuracy, that of a failed one is 0: it was not shown to be right."""
     if not any("acc" in output.extras for output in outputs):
         return list(outputs)
     return [

@@ -44,7 +44,7 @@ from verl_rc.weight_sync.proof import GapLimit, engine_precision
 
 @contextmanager
 def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[Services, RunState]]:
-    """Set a run up, or go on with one, and take it down again, whatever happens in between."""
+    """Set a run up, or go on with one, and take it down again, also after an error."""
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
     store, resumed, state = checkpoints.choose(config, folder)

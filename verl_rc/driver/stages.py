@@ -20,7 +20,7 @@ from verl_rc.metrics.sinks.health import HealthHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.ledger import tokens_by_fate
+from verl_rc.ppo.ledger import accounts_of_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.sampling import request_seed
@@ -177,7 +177,7 @@ def update_actor(
     record.add_records(report.metrics)
     norms, planned = _grad_norms("actor", report.metrics), [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
-    record.ledger.book(tokens_by_fate(planned, report.kept_tokens, norms, actor.ppo_epochs))
+    record.ledger.book(accounts_of_update(planned, report.kept_tokens, norms, actor.ppo_epochs))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
     return report, norms

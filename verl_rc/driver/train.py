@@ -61,7 +61,7 @@ def train(services: Services, state: RunState) -> None:
         checkpoints.write(services, state, record)
         record.log(services.tracker, step, {"training/global_step": step, "training/epoch": epoch})
         checkpoints.commit(services, step)
-        services.stop.obey()
+        services.stop.end_if_decided()
     say("written to %s: %s", services.folder, ", ".join(sorted(path.name for path in services.folder.iterdir())))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)

@@ -102,13 +102,13 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
         )
 
 
-def tokens_by_fate(
+def accounts_of_update(
     planned_tokens: Sequence[int], kept_tokens: Sequence[int], grad_norms: Iterable[float], epochs: int
 ) -> dict[str, int]:
     """What an update did with the tokens it was given: ``trained``, ``rejected`` (bypass mode) and ``nonfinite``.
 
     For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and the gradient norm
-    of every optimizer step that was not skipped. A token's fate is that of its first epoch; later ones train on it again.
+    of every optimizer step that was not skipped. A token's account is that of its first epoch; later ones train on it again.
     Raises ``LedgerError`` when the counts do not belong together.
     """
     norms = list(grad_norms)
@@ -117,13 +117,13 @@ def tokens_by_fate(
             f"{epochs} epochs of {len(planned_tokens)} mini-batches in all must report as many counts of kept tokens, and a "
             f"gradient norm for every one that kept any; got {len(norms)} norms and the counts {list(kept_tokens)}."
         )
-    fates, remaining = Counter({"trained": 0, "rejected": 0, "nonfinite": 0}), iter(norms)
+    accounts, remaining = Counter({"trained": 0, "rejected": 0, "nonfinite": 0}), iter(norms)
     first = len(kept_tokens) // epochs
     for planned, kept in zip(planned_tokens[:first], kept_tokens[:first], strict=True):
-        fates["rejected"] += planned - kept
+        accounts["rejected"] += planned - kept
         if kept:
-            fates["trained" if math.isfinite(next(remaining)) else "nonfinite"] += kept
-    return dict(fates)
+            accounts["trained" if math.isfinite(next(remaining)) else "nonfinite"] += kept
+    return dict(accounts)
 
 
 def _check_entries(entries: Mapping[str, int], accounts: Mapping[str, str], what: str) -> None:

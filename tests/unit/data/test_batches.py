@@ -1,11 +1,25 @@
 """Batch records refuse wrong shapes and dtypes, index by rows, and survive pickling."""
 
+import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
-from verl_rc.data.batches import TokenBatch, left_padded, positions_mask, unpadded
+from verl_rc.data.batches import (
+    _FIELDS,
+    Completions,
+    CriticBatch,
+    PolicyEvaluations,
+    RolloutBatch,
+    TokenBatch,
+    TokenScores,
+    TrainBatch,
+    left_padded,
+    positions_mask,
+    unpadded,
+)
 
 
 def make_tokens(**changes: torch.Tensor) -> TokenBatch:
@@ -45,3 +59,44 @@ def test_positions_mask_and_left_padding() -> None:
     padded, lengths = left_padded([[4], [5, 6]], pad_token_id=9)
     assert padded.tolist() == [[9, 4], [5, 6]]
     assert lengths.tolist() == [1, 2]
+
+
+ROWS, WIDTH = 2, 3
+WRONG = {
+    torch.int64: torch.zeros(ROWS, WIDTH, dtype=torch.int32),
+    torch.bool: torch.zeros(ROWS, WIDTH, dtype=torch.int64),
+    torch.float32: torch.zeros(ROWS, WIDTH, dtype=torch.float64),
+}
+RECORDS = (Completions, RolloutBatch, PolicyEvaluations, TrainBatch, CriticBatch, TokenScores)
+
+
+def sound_fields(record: type) -> dict[str, Any]:
+    """A value for every field of a record."""
+    shapes = {"B": (ROWS,), "BR": (ROWS, WIDTH), "BP": (ROWS, 2)}
+    names = [one.name for one in dataclasses.fields(record) if one.name != "tokens"]
+    fields: dict[str, Any] = {name: torch.zeros(shapes[_FIELDS[name][1]], dtype=_FIELDS[name][0]) for name in names}
+    if len(names) < len(dataclasses.fields(record)):
+        fields["tokens"] = make_tokens()
+    return fields if record is TokenScores else {**fields, "batch_size": [ROWS]}
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_every_field_of_every_record_is_checked(record: type) -> None:
+    fields = sound_fields(record)
+    record(**fields)
+    checked = [name for name in fields if name not in ("tokens", "batch_size")]
+    assert len(checked) > 2
+    for name in checked:
+        dtype, symbols = _FIELDS[name]
+        shape = fields[name].shape
+        for wrong in (WRONG[dtype][tuple(slice(size) for size in shape)], torch.zeros((*shape, 1), dtype=dtype)):
+            with pytest.raises(ValueError, match=rf"{record.__name__}\.{name} must be {dtype} of shape"):
+                record(**{**fields, name: wrong})
+        if symbols == "BR" and "tokens" in fields:
+            with pytest.raises(ValueError, match=rf"{record.__name__}\.{name} must be {dtype} of shape \[2, 3\], got .*\[2, 4\]"):
+                record(**{**fields, name: torch.zeros(ROWS, WIDTH + 1, dtype=dtype)})
+
+
+def test_fields_of_different_widths_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match=r"TokenScores\.entropys must be torch\.float32 of shape \[2, 3\], got .*\[2, 4\]"):
+        TokenScores(torch.zeros(2, 3), torch.zeros(2, 4))

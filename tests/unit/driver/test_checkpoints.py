@@ -161,7 +161,7 @@ def test_the_last_step_and_a_run_that_is_to_end_wait(run: Services, actor: Learn
     save(run, 9)
     assert committed(run)[0] == "global_step_9"
     run.config.trainer.save_freq = 100  # type: ignore[misc]
-    run.stop.came = True
+    run.stop.requested = True
     save(run, 3)
     assert committed(run)[0] == "global_step_3"
 
@@ -170,21 +170,21 @@ def test_a_request_that_comes_after_the_save_began_ends_the_run_at_once_or_after
     run: Services, actor: Learner
 ) -> None:
     checkpoints.write(run, RunState(step=2), StepRecord())
-    run.stop.came = True
+    run.stop.requested = True
     checkpoints.commit(run, 2)
     assert committed(run)[0] == "global_step_2"
-    assert run.stop.settled
+    assert run.stop.ending
 
     run.stop = StopRequest()  # type: ignore[misc]
     run.config.trainer.save_freq = 100  # type: ignore[misc]
     checkpoints.write(run, RunState(step=3), StepRecord())
-    run.stop.came = True
+    run.stop.requested = True
     checkpoints.commit(run, 3)
-    run.stop.obey()  # step 3 would be lost
+    run.stop.end_if_decided()  # step 3 would be lost
     save(run, 4)
     assert committed(run)[0] == "global_step_4"
     with pytest.raises(SystemExit):
-        run.stop.obey()
+        run.stop.end_if_decided()
 
 
 def test_a_write_beside_the_steps_that_fails_is_told_like_any_other(run: Services, actor: Learner) -> None:

@@ -104,12 +104,12 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
     assert record.value(f"alerts/{cause}") == 1
     assert record.value("alerts/withheld_updates") == (not trains)
     assert [step for _, step in run.tracker.alerts] == [3]
-    assert run.stop.settle() is stops
+    assert run.stop.decide() is stops
     if stops:
         with pytest.raises(StoppedByAlertError, match="at step 3"):
-            run.stop.obey()
+            run.stop.end_if_decided()
     else:
-        run.stop.obey()
+        run.stop.end_if_decided()
 
 
 @pytest.mark.parametrize(("limit", "k3_kl", "alarm"), [("null", 99.0, False), ("0.2", float("nan"), True), ("0.2", None, False)])
@@ -126,7 +126,7 @@ def test_in_bypass_mode_the_mismatch_is_judged_after_the_update() -> None:
     record.add({guards.MISMATCH_METRIC: 0.5})
     guards.check_mismatch(cast(Services, run), record, step=3)
     assert record.value("alerts/mismatch") == 1
-    assert run.stop.came
+    assert run.stop.requested
 
 
 def test_a_withheld_batch_is_booked() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_rc.metrics.catalog import accounting
-from verl_rc.ppo.ledger import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS, Ledger, LedgerError, require_sampled_loss, tokens_by_fate
+from verl_rc.ppo.ledger import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS, Ledger, LedgerError, accounts_of_update, require_sampled_loss
 
 
 def balanced() -> Ledger:
@@ -56,12 +56,12 @@ def test_only_known_accounts_and_counts(entries: dict[str, int]) -> None:
 
 
 def test_fates_follow_gradient_norms_of_mini_batches_that_kept_something() -> None:
-    fates = tokens_by_fate([10, 20, 30, 40], [10, 0, 25, 40], [1.0, math.nan, 3.0], epochs=1)
-    assert fates == {"trained": 10 + 40, "rejected": 20 + 5, "nonfinite": 25}
+    booked = accounts_of_update([10, 20, 30, 40], [10, 0, 25, 40], [1.0, math.nan, 3.0], epochs=1)
+    assert booked == {"trained": 10 + 40, "rejected": 20 + 5, "nonfinite": 25}
 
 
 def test_later_epochs_book_nothing() -> None:
-    assert tokens_by_fate([10, 20] * 3, [10, 15, 9, 20, 0, 0], [1.0, 1.0, math.inf, 1.0], epochs=3) == {
+    assert accounts_of_update([10, 20] * 3, [10, 15, 9, 20, 0, 0], [1.0, 1.0, math.inf, 1.0], epochs=3) == {
         "trained": 25,
         "rejected": 5,
         "nonfinite": 0,
@@ -73,7 +73,7 @@ def test_later_epochs_book_nothing() -> None:
 )
 def test_counts_that_do_not_belong_together(planned: list[int], kept: list[int], norms: list[float]) -> None:
     with pytest.raises(LedgerError, match="1 epochs of 2 mini-batches"):
-        tokens_by_fate(planned, kept, norms, epochs=1)
+        accounts_of_update(planned, kept, norms, epochs=1)
 
 
 def test_a_batch_must_hold_every_token_without_an_account() -> None:

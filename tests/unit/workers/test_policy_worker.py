@@ -1,10 +1,12 @@
 """The gradient of one actor rank does not depend on how its rows are cut, packed or padded."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from host_reads import HostReads
 from small_models import make_train_batch, small_run_config
 
 from verl_rc.data.batches import TrainBatch, positions_mask
@@ -107,3 +109,18 @@ def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> No
     assert torch.equal(before, after)
     assert report.kept_tokens == [0]
     assert records["rollout_corr/skipped_updates"] == 1
+
+
+def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(worker: PolicyWorker) -> None:
+    """Each optimizer step reads its gradient norm, the update its metrics; each forward reads the sizes that it packs rows by."""
+    batch = make_train_batch(LENGTHS, REJECTED)
+    kept = batch.response_mask.sum(-1)
+    share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
+    order = UpdateOrder(worker._correction, policy_version=0, mini_batches=[share, share])
+    with HostReads() as reads:
+        worker.update(batch, order)
+    assert Counter(reads.places) == {
+        "workers/sharded_model.py:step": 2,
+        "workers/accumulate.py:metrics": 1,
+        "workers/packed_attention.py:from_lengths": 2 * 4,
+    }

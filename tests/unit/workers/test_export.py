@@ -18,8 +18,8 @@ from small_models import small_run_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from verl_rc.driver import export
-from verl_rc.driver.export import ExportError, ExportRequest, export_checkpoint
+from verl_rc.workers import export
+from verl_rc.workers.export import ExportError, ExportRequest, export_checkpoint
 
 CRITIC = ("algorithm.adv_estimator=gae", "critic.fsdp_config.dtype=float32")
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=12")

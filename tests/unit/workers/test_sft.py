@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_rc.config.sft import SftConfig
 from verl_rc.data.worked_examples import WorkedExample
-from verl_rc.driver.sft import answer_logits, load_sft, train_sft, train_step, validate
+from verl_rc.workers.sft import answer_logits, load_sft, train_sft, train_step, validate
 
 SMALL = ["--num_layers", "2", "--hidden_size", "32", "--num_heads", "2", "--num_kv_heads", "1", "--intermediate_size", "64"]
 
