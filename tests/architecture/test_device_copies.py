@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from verl_rc.advantage import advantage_estimator_names, apply_kl_in_reward, compute_advantages
-from verl_rc.config.actor import POLICY_LOSSES
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.losses import compute_policy_loss, compute_value_loss
 from verl_rc.tensor_ops import kl_penalty
 
