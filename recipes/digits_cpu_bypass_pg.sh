@@ -6,9 +6,8 @@
 # scripts/quickstart.sh makes model and data first. Expect greedy validation accuracy to rise by 15 points or more.
 set -euo pipefail
 
-export RUN_DIR=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl_bypass_pg}
+export CORRECTION=${CORRECTION:-bypass_pg_is} RUN_DIR=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl_bypass_pg}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart_digits_cpu.sh" \
-    algorithm.rollout_correction.preset=bypass_pg_is \
     trainer.experiment_name=digits_bypass_pg \
     "$@"

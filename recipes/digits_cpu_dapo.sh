@@ -8,24 +8,18 @@ set -euo pipefail
 
 export RUN_DIR=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl_dapo}
 
-max_response_length=12
-overlong_buffer=1
-
 exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart_digits_cpu.sh" \
-    algorithm.adv_estimator=grpo \
     algorithm.filter_groups.enable=True \
     algorithm.filter_groups.metric=acc \
     algorithm.filter_groups.max_num_gen_batches=10 \
     data.gen_batch_size=32 \
-    data.max_response_length=$max_response_length \
     actor_rollout_ref.actor.clip_ratio_low=0.2 \
     actor_rollout_ref.actor.clip_ratio_high=0.28 \
     actor_rollout_ref.actor.clip_ratio_c=10.0 \
     actor_rollout_ref.actor.loss_agg_mode=token-mean \
     reward.reward_kwargs.overlong_buffer_cfg.enable=True \
-    reward.reward_kwargs.overlong_buffer_cfg.len=$overlong_buffer \
+    reward.reward_kwargs.overlong_buffer_cfg.len=1 \
     reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 \
-    reward.reward_kwargs.max_resp_len=$max_response_length \
     trainer.total_training_steps=60 \
     trainer.save_freq=60 \
     trainer.experiment_name=digits_dapo \

@@ -7,10 +7,9 @@
 # Expect greedy validation accuracy to rise by 15 points or more.
 set -euo pipefail
 
-export RUN_DIR=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl_fp8kv}
+export CORRECTION=${CORRECTION:-decoupled_token_is} RUN_DIR=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl_fp8kv}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/quickstart_digits_cpu.sh" \
-    algorithm.rollout_correction.preset=decoupled_token_is \
     algorithm.rollout_correction.diagnostics=full \
     actor_rollout_ref.rollout.quantization=null \
     actor_rollout_ref.rollout.kv_cache_dtype=fp8 \

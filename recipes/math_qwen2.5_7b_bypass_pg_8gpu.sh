@@ -11,11 +11,10 @@
 # step. Never run here.
 set -euo pipefail
 
-export RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_bypass_pg}
+export CORRECTION=${CORRECTION:-bypass_pg_is} RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_bypass_pg}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/math_qwen2.5_7b_token_is_8gpu.sh" \
     algorithm.adv_estimator=rloo \
-    algorithm.rollout_correction.preset=bypass_pg_is \
     algorithm.rollout_correction.rollout_is_batch_normalize=True \
     actor_rollout_ref.actor.optim.lr=5e-7 \
     trainer.experiment_name="qwen2.5_7b_bypass_pg_seed${SEED:-1}" \

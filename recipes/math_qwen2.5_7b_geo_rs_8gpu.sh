@@ -11,10 +11,9 @@
 # here.
 set -euo pipefail
 
-export RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_geo_rs}
+export CORRECTION=${CORRECTION:-decoupled_geo_rs_token_tis} RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_geo_rs}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/math_qwen2.5_7b_token_is_8gpu.sh" \
-    algorithm.rollout_correction.preset=decoupled_geo_rs_token_tis \
     algorithm.rollout_correction.rollout_rs_threshold=0.99_1.01 \
     trainer.experiment_name="qwen2.5_7b_geo_rs_seed${SEED:-1}" \
     "$@"

@@ -10,10 +10,9 @@
 # say which rule rejects what, and rollout_corr/rollout_rs_masked_fraction below 0.05. Never run here.
 set -euo pipefail
 
-export RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_multi_rs}
+export CORRECTION=${CORRECTION:-bypass_ppo_clip} RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_multi_rs}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/math_qwen2.5_7b_token_is_8gpu.sh" \
-    algorithm.rollout_correction.preset=bypass_ppo_clip \
     algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k2 \
     algorithm.rollout_correction.rollout_rs_threshold=0.6_1.6,2.5 \
     actor_rollout_ref.actor.optim.lr=3e-6 \

@@ -9,11 +9,10 @@
 # here.
 set -euo pipefail
 
-export RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_rloo}
+export CORRECTION=${CORRECTION:-decoupled_seq_is} RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_rloo}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/math_qwen2.5_7b_token_is_8gpu.sh" \
     algorithm.adv_estimator=rloo \
-    algorithm.rollout_correction.preset=decoupled_seq_is \
     algorithm.use_kl_in_reward=True \
     algorithm.kl_penalty=kl \
     algorithm.kl_ctrl.kl_coef=0.001 \

@@ -10,9 +10,8 @@
 # run here.
 set -euo pipefail
 
-export RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_seq_is_rs}
+export CORRECTION=${CORRECTION:-decoupled_seq_is_rs} RUN_DIR=${RUN_DIR:-runs/math_qwen2.5_7b_seq_is_rs}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/math_qwen2.5_7b_token_is_8gpu.sh" \
-    algorithm.rollout_correction.preset=decoupled_seq_is_rs \
     trainer.experiment_name="qwen2.5_7b_seq_is_rs_seed${SEED:-1}" \
     "$@"

@@ -8,7 +8,7 @@
 # not clipped away. Never run here.
 set -euo pipefail
 
-export MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B-Base} RUN_DIR=${RUN_DIR:-runs/math_qwen3_8b_cispo}
+export MODEL=${MODEL:-qwen3_8b} RUN_DIR=${RUN_DIR:-runs/math_qwen3_8b_cispo}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/math_qwen2.5_7b_token_is_8gpu.sh" \
     actor_rollout_ref.actor.policy_loss.loss_mode=cispo \

@@ -8,10 +8,9 @@
 # once; that is no fault. Never run here.
 set -euo pipefail
 
-export MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B-Base} RUN_DIR=${RUN_DIR:-runs/math_qwen3_8b_gspo}
+export MODEL=${MODEL:-qwen3_8b} CORRECTION=${CORRECTION:-decoupled_seq_is} RUN_DIR=${RUN_DIR:-runs/math_qwen3_8b_gspo}
 
 exec bash "$(dirname "${BASH_SOURCE[0]}")/math_qwen2.5_7b_token_is_8gpu.sh" \
-    algorithm.rollout_correction.preset=decoupled_seq_is \
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo \
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
     actor_rollout_ref.actor.clip_ratio_low=3e-4 \

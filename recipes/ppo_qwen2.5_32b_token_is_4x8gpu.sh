@@ -12,68 +12,29 @@
 # tokens. One epoch is 14 steps.
 set -euo pipefail
 
-model_path=${MODEL_PATH:-Qwen/Qwen2.5-32B}
-data_dir=${DATA_DIR:-data/math}
-run_dir=${RUN_DIR:-runs/ppo_qwen2.5_32b_token_is}
 seed=${SEED:-1}
-nodes=${NNODES:-4}
-
-prompts_per_step=512
-samples_per_prompt=4
-prompts_per_update=128
-max_prompt_length=1024
-max_response_length=4096
 tokens_per_micro_batch=8192
-epochs=10
 
 exec "${PYTHON:-python}" -m verl_rc.main_ppo \
+    task=math model="${MODEL:-qwen2.5_32b}" hardware=2x8gpu correction="${CORRECTION:-decoupled_token_is}" \
     algorithm.adv_estimator=gae \
     algorithm.gamma=1.0 \
     algorithm.lam=1.0 \
-    algorithm.rollout_correction.preset=decoupled_token_is \
     algorithm.rollout_correction.rollout_is_threshold=10.0 \
-    data.train_files="$data_dir/train.parquet" \
-    data.val_files="$data_dir/test.parquet" \
-    data.train_batch_size=$prompts_per_step \
-    data.max_prompt_length=$max_prompt_length \
-    data.max_response_length=$max_response_length \
-    data.filter_overlong_prompts=True \
-    actor_rollout_ref.model.path="$model_path" \
-    actor_rollout_ref.model.use_remove_padding=True \
-    actor_rollout_ref.model.enable_gradient_checkpointing=True \
-    actor_rollout_ref.actor.ppo_mini_batch_size=$prompts_per_update \
-    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    ${MODEL_PATH:+"actor_rollout_ref.model.path=$MODEL_PATH"} \
+    ${DATA_DIR:+"data.train_files=$DATA_DIR/train.parquet" "data.val_files=$DATA_DIR/test.parquet"} \
+    data.train_batch_size=512 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$tokens_per_micro_batch \
-    actor_rollout_ref.actor.fsdp_config.dtype=bfloat16 \
-    actor_rollout_ref.actor.fsdp_config.param_offload=True \
-    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.n=$samples_per_prompt \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
-    actor_rollout_ref.rollout.dtype=bfloat16 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.n=4 \
     actor_rollout_ref.rollout.max_num_seqs=512 \
     critic.optim.lr=1e-5 \
     critic.ppo_max_token_len_per_gpu=$tokens_per_micro_batch \
-    critic.fsdp_config.dtype=bfloat16 \
     critic.fsdp_config.param_offload=True \
     critic.fsdp_config.optimizer_offload=True \
-    ray_kwargs.ray_init.address=auto \
-    trainer.device=cuda \
-    trainer.nnodes="$nodes" \
-    trainer.n_gpus_per_node=8 \
+    trainer.nnodes="${NNODES:-4}" \
     trainer.critic_warmup=5 \
-    trainer.total_epochs=$epochs \
-    trainer.val_before_train=True \
-    trainer.test_freq=10 \
-    trainer.save_freq=20 \
-    trainer.max_actor_ckpt_to_keep=2 \
-    trainer.ready_timeout_seconds=1200 \
     trainer.seed="$seed" \
-    trainer.project_name=verl_rc_math \
     trainer.experiment_name="ppo_qwen2.5_32b_token_is_seed$seed" \
-    trainer.default_local_dir="$run_dir" \
-    "trainer.logger=['console','wandb']" \
+    trainer.default_local_dir="${RUN_DIR:-runs/ppo_qwen2.5_32b_token_is}" \
     "$@"

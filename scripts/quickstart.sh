@@ -10,6 +10,8 @@ seed=${SEED:-1}
 out=${RUN_ROOT:-runs/quickstart}
 export SEED=$seed RUN_ROOT=$out MODEL_PATH="$out/sft_model" DATA_DIR="$out/data" PYTHON="$root/.venv/bin/python"
 
+mkdir -p "$out" # a checkout that cannot be written to is found before anything is installed
+
 echo "[1/4] installing into .venv (skipped when current)"
 bash scripts/install.sh cpu
 

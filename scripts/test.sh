@@ -63,7 +63,8 @@ check() {
 check lint "$bin/ruff" check .
 check types "$bin/mypy"
 check imports "$bin/lint-imports" --no-logo
-check pytest "$bin/python" -m pytest "$@"
+# Two processes: one takes the real runs, whose starts leave a core idle, and both the rest (tests/conftest.py).
+check pytest "$bin/python" -m pytest -n 2 --no-loadscope-reorder "$@"
 
 if ((${#failed[@]})); then
   printf '\ntest: FAILED: %s\n' "${failed[*]}"

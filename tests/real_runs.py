@@ -38,7 +38,7 @@ def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines}
 
 
-def left_over_processes(patience_seconds: float = 30.0) -> list[str]:
+def left_over_processes(patience_seconds: float = 120.0) -> list[str]:
     """Processes that a run started and did not take with it; on a busy machine the last ones need a moment to die."""
     deadline = time.monotonic() + patience_seconds
     while (found := _marked_processes()) and time.monotonic() < deadline:

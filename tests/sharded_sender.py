@@ -17,7 +17,7 @@ class ShardedRank:
 
     def __init__(self, rank: int, store_path: str) -> None:
         store = dist.FileStore(store_path, 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
         self.model: Any = linear_stack()
         fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
         self.sender = WeightSender(ModelWeights(self.model), rank, "bfloat16", bucket_bytes=64)

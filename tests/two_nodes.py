@@ -33,7 +33,7 @@ OVERRIDES = [
     "trainer.device=cpu",
     "trainer.nnodes=2",
     "trainer.n_gpus_per_node=1",
-    "trainer.ready_timeout_seconds=30",
+    "trainer.ready_timeout_seconds=600",
 ]
 
 CASES = {
@@ -59,8 +59,8 @@ def locate(placement: Placement) -> list[tuple[str, str, int]]:
     places = [(f"rank {index}", place) for index, place in enumerate(placement.rank_places)]
     places += [(f"engine {index}", place) for index, place in enumerate(placement.engine_places)]
     processes = [RemoteProcess(part, {}, **place.options()) for part, place in places]
-    wait_for_all([p.build("two_nodes:Located", part=p.name) for p in processes], timeout_seconds=60)
-    found = wait_for_all([process.call("where") for process in processes], timeout_seconds=60)
+    wait_for_all([p.build("two_nodes:Located", part=p.name) for p in processes], timeout_seconds=600)
+    found = wait_for_all([process.call("where") for process in processes], timeout_seconds=600)
     for group in {place.group.id: place.group for _, place in places}.values():
         remove_placement_group(group)  # ends the processes in it
     return found

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl_rc.report.picture import draw_run
+
 USER_ERROR = 2
 """Exit status for what the caller can put right; argparse uses the same."""
 
@@ -28,6 +30,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_doctor(subcommands)
     _add_export(subcommands)
     _add_migrate(subcommands)
+    _add_plot(subcommands)
     _add_presets(subcommands)
     return parser
 
@@ -45,10 +48,10 @@ def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser
 def _add_with_configuration(
     subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, summary: str
 ) -> argparse.ArgumentParser:
-    """A subcommand that takes a recipe, and what verl_rc.main_ppo takes, ``--config-name`` and ``--config-dir`` included."""
+    """A subcommand that takes a recipe, and what verl_rc.main_ppo takes: choices of groups, keys, and where its files are."""
     # With no character that starts an option, argparse leaves all arguments to the loader.
     parser = subcommands.add_parser(name, help=summary, prefix_chars="\0", add_help=False)
-    parser.add_argument("arguments", metavar="[RECIPE.sh] KEY=VALUE", nargs="*")
+    parser.add_argument("arguments", metavar="[RECIPE.sh] GROUP=CHOICE KEY=VALUE", nargs="*")
     return parser
 
 
@@ -83,6 +86,13 @@ def _add_migrate(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
         help="bounds of k1 rules mean train/rollout (documented, the default) or rollout/train, as verl executed them",
     )
     parser.set_defaults(run=_migrate)
+
+
+def _add_plot(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "draw accuracy, reward, ESS and gap of a run, finished or not, over its steps"
+    parser = subcommands.add_parser("plot", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run; the picture is written into it")
+    parser.set_defaults(run=_plot)
 
 
 def _add_presets(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -141,7 +151,8 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
-    sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] KEY=VALUE ...   (as recipes and python -m verl_rc.main_ppo do)\n")
+    sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]\n")
+    sys.stdout.write("as python -m verl_rc.main_ppo, whose --help lists the groups\n")
     return 0 if arguments else USER_ERROR
 
 
@@ -170,6 +181,14 @@ def _presets(given: argparse.Namespace) -> int:
         decided = ", ".join(f"{field}={value}" for field, value in config.decided_fields().items())
         sys.stdout.write(f"{name}: {decided or 'measures only'}\n")
         sys.stdout.write(f"    {PRESETS[name].summary} ({PRESETS[name].origin})\n")
+    return 0
+
+
+def _plot(given: argparse.Namespace) -> int:
+    try:
+        sys.stdout.write(f"{draw_run(given.folder)}\n")
+    except (ValueError, OSError) as error:
+        return _refuse("plot", error)
     return 0
 
 

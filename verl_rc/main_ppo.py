@@ -12,7 +12,7 @@ def train(config: RunConfig) -> None:
     speak_on_stdout()
     say("loading ray and torch, starting Ray …")
     # ray loads only once the configuration is valid
-    from verl_rc.cluster.ray_session import start_ray_in_background  # noqa: PLC0415
+    from verl_rc.cluster.ray_session import RayStartError, start_ray_in_background  # noqa: PLC0415
 
     ray_started = start_ray_in_background(config.ray_kwargs.ray_init, config.num_processes)
     from verl_rc.checkpoint import CheckpointError  # noqa: PLC0415  (torch loads while Ray starts)
@@ -20,7 +20,7 @@ def train(config: RunConfig) -> None:
 
     try:
         run_training(config, ray_started)
-    except CheckpointError as error:  # a matter of the disk, not of the code
+    except (CheckpointError, RayStartError) as error:  # a matter of the disk or the machine, not of the code
         sys.stderr.write(f"the run ended: {error}\n")
         raise SystemExit(1) from None
 

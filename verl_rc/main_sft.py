@@ -7,13 +7,16 @@ from rich.console import Console
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import run_with_config
 from verl_rc.config.sft import SftConfig
+from verl_rc.config.writable import folder_problem
 
 
 def train(config: SftConfig) -> None:
     """Load what the configuration names, train, and say where the model is.
 
-    Raises ``ConfigError`` when the model or the data cannot be used.
+    Raises ``ConfigError`` when the model or the data cannot be used, or the model could not be written.
     """
+    if problem := folder_problem("trainer.output_dir", config.trainer.output_dir):
+        raise ConfigError(problem)
     # Threads that spin while they wait cost tenfold when another process needs the core; read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from verl_rc.workers.sft import load_sft, train_sft  # noqa: PLC0415  (torch loads only once the configuration is valid)

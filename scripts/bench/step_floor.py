@@ -31,8 +31,9 @@ def median_seconds(call: Callable[[], Any]) -> float:
 def engine_alone(folder: Path, results: Any) -> None:
     """Seconds of one step's generation by the engine, in this process."""
     from verl_rc.cluster.environment import engine_environment
+    from verl_rc.workers.host import usable_cores
 
-    os.environ.update(engine_environment(os.cpu_count() or 1, "cpu", one_node=True))
+    os.environ.update(engine_environment(usable_cores(), "cpu", one_node=True))
     from verl_rc.config.load import load_config
     from verl_rc.config.run import RunConfig
     from verl_rc.data.dataset import build_train_loader

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from verl_rc.advantage import advantage_estimator_names, apply_kl_in_reward, compute_advantages
-from verl_rc.config.algorithms import POLICY_LOSSES
+from verl_rc.config.algorithms import LOSS_MODES
 from verl_rc.losses import compute_policy_loss, compute_value_loss
 from verl_rc.tensor_ops import kl_penalty
 
@@ -42,7 +42,7 @@ def mask() -> Tensor:
     return torch.ones(ROWS, WIDTH, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", LOSS_MODES)
 def test_policy_losses(name: str) -> None:
     with FakeTensorMode():
         log_probs = grid().requires_grad_()

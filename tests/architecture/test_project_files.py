@@ -5,6 +5,7 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 from architecture.source_tree import ROOT, listed, project_files, relative, texts
 
 _SLASH = "/"  # patterns are put together so that this file does not match them
@@ -59,8 +60,20 @@ def test_shell_scripts_parse():
         assert result.returncode == 0, result.stderr
 
 
+def test_hooks_call_the_tools_of_the_environment_and_fetch_nothing():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repository["repo"] for repository in config["repos"]] == ["local"]
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    tests = (ROOT / "scripts" / "test.sh").read_text()
+    tools = {hook["entry"].split()[0] for hook in hooks} - {"bash", "python"}
+    assert tools == {"ruff", "mypy", "lint-imports"}
+    assert [tool for tool in tools if tool not in tests] == []
+
+
 def test_there_is_something_to_look_at():
     names = {relative(path) for path in project_files()}
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".pre-commit-config.yaml"} <= names
     assert {"pyproject.toml", "LICENSE", "scripts/install.sh", ".ci/run", "verl_rc/__init__.py"} <= names
     assert {where for where, _ in shell_scripts()} >= {"scripts/install.sh", "scripts/test.sh", ".ci/run"}
 

@@ -77,7 +77,7 @@ def train(task: dict[str, Path], folder: Path, run_folder: Path, *overrides: str
     reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
     command = [sys.executable, "-m", "verl_rc.main_ppo", *kept, reward, *TRAINING, *overrides]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["step"] > 0]

@@ -1,15 +1,12 @@
 """A reward model in a process of Ray, and a function of one's own in another: the driver scores responses with both."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from small_reward_models import conversation, write_reward_model
 
-from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.reward import RewardConfig
-from verl_rc.config.trainer import RayInitConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.scoring import open_scorer
 from verl_rc.workers.reward_model_worker import RewardModelWorker
@@ -22,23 +19,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, reward_mo
 """
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    import ray
-
-    start_ray(RayInitConfig(), processes=1)
-    yield
-    ray.shutdown()
-
-
-def test_the_model_judges_and_the_function_decides(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("ray_here")
+def test_the_model_judges_and_the_function_decides(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     model = {"enable": True, "model_path": str(write_reward_model(tmp_path / "judge"))}
     sections = {"reward_model": model, "custom_reward_function": {"path": str(tmp_path / "mine.py")}, "num_workers": 1}
     config = RewardConfig.model_validate(sections)
     texts = ["1", "22", "333"]
     rows = [PromptRow(place, [1], conversation("21", "")[:1], "riddles", None, {}) for place in range(3)]
-    with open_scorer(config, {"riddles": "row 0"}, 120.0) as scorer:
+    with open_scorer(config, {"riddles": "row 0"}, 600.0) as scorer:
         outputs = scorer.score(rows, texts)
     judged = RewardModelWorker(config.reward_model).score([conversation("21", text) for text in texts])
     assert len(set(judged)) == 3

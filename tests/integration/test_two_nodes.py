@@ -18,7 +18,7 @@ def report():
     settings = {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     settings["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # tests that ran Ray here kept it to the loopback interface
     command = [sys.executable, str(ROOT / "tests" / "two_nodes.py")]
-    result = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=900, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

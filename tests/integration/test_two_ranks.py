@@ -43,8 +43,8 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-no
 Gradients = dict[tuple[str, str], torch.Tensor]
 
 
-def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int, results: Any) -> None:
-    """Whole gradients under every correction and aggregation mode, and the parameters after an update, from the first rank."""
+def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gradients:
+    """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the ranks knows them."""
     from verl_rc.config.actor import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.distributed.mesh import RankAddress
@@ -57,7 +57,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int, resul
     torch.set_num_threads(1)
     config = small_run_config(folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01")
     worker = PolicyWorker(config, RankAddress(rank, world_size, "127.0.0.1", port), total_steps=10)
-    found: dict[tuple[str, str], Any] = {}
+    found: Gradients = {}
     for name, fields in CORRECTIONS.items():
         worker._correction = RolloutCorrectionConfig.model_validate(fields)
         bypass = worker._correction.bypass_mode
@@ -84,9 +84,8 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int, resul
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
     worker.update(batch, UpdateOrder(worker._correction, 0, [share]))
     found["adamw", "step"] = flat(p.full_tensor() for p in moved) - before  # type: ignore[attr-defined]
-    if rank == 0:
-        results.put({key: gradient.numpy() for key, gradient in found.items()})
     worker.close()
+    return found
 
 
 def flat(tensors: Any) -> torch.Tensor:
@@ -98,17 +97,16 @@ def gradients(folder: Path, world_size: int) -> Gradients:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    results = context.Queue()
-    ranks = [
-        context.Process(target=gradients_of_rank, args=(folder, rank, world_size, port, results)) for rank in range(world_size)
+    others = [
+        context.Process(target=gradients_of_rank, args=(folder, rank, world_size, port)) for rank in range(1, world_size)
     ]
-    for process in ranks:
+    for process in others:
         process.start()
-    found = results.get(timeout=240)
-    for process in ranks:
-        process.join(timeout=30)
+    found = gradients_of_rank(folder, 0, world_size, port)  # here, where torch is loaded already
+    for process in others:
+        process.join(timeout=120)
         assert process.exitcode == 0
-    return {key: torch.from_numpy(gradient) for key, gradient in found.items()}
+    return found
 
 
 @pytest.fixture(scope="module")

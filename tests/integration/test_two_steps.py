@@ -28,7 +28,10 @@ def finished_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("two_steps")
     result = train(run_overrides(task, folder))
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "validation accuracy: " in result.stdout.splitlines()[-1]
+    said = result.stdout.splitlines()
+    assert said[-2] == f"training curves: {folder / 'training_curves.png'}"
+    assert "validation accuracy: " in said[-1]
+    assert (folder / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     assert not left_over_processes()
     return folder
 

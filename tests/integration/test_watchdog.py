@@ -1,59 +1,32 @@
 """Processes that hang, for real: one sleeps, one is stopped, one waits in a collective for a peer that never comes."""
 
-import os
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_processes import start_small_processes
 
-from verl_rc.cluster.ray_session import start_ray
+from verl_rc.cluster import process_stacks
 from verl_rc.cluster.remote import HangError, RemoteProcess, wait_for_all
-from verl_rc.cluster.watchdog import WATCHDOG
-from verl_rc.config.trainer import RayInitConfig
+from verl_rc.cluster.watchdog import WATCHDOG, identity_of
 
-HANGING = """
-import os, signal, time
-
-class Hanging:
-    def pid(self):
-        return os.getpid()
-
-    def nap(self):
-        time.sleep(600)
-
-    def stop(self):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def join(self, rank, port):
-        import torch.distributed as dist
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-
-    def reduce(self):
-        import torch, torch.distributed as dist
-        dist.all_reduce(torch.zeros(1))
-"""
+PATIENCE_SECONDS = 120.0
+"""Bounds waits that end by themselves, on however busy a machine."""
 
 
-@pytest.fixture(scope="module")
-def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    import ray
-
-    folder = tmp_path_factory.mktemp("hanging")
-    (folder / "hanging.py").write_text(HANGING)
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    start_ray(RayInitConfig(), processes=3)
-    yield
-    ray.shutdown()
-    patch.undo()
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_stacks, "_DUMP_SECONDS", PATIENCE_SECONDS)
 
 
-def hanging(*names: str) -> list[RemoteProcess]:
-    processes = [RemoteProcess(name, {}) for name in names]
-    wait_for_all([process.build("hanging:Hanging") for process in processes])
-    return processes
+def until_found(process: RemoteProcess, words: str) -> None:
+    """Wait until a look into the process shows ``words``."""
+    identity, deadline = identity_of(process), time.monotonic() + PATIENCE_SECONDS
+    assert identity is not None
+    while words not in str(process_stacks.examine(identity)):
+        assert time.monotonic() < deadline, process_stacks.examine(identity)
+        time.sleep(0.05)
 
 
 def has_ended(pid: int) -> bool:
@@ -63,15 +36,17 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.usefixtures("ray_here")
-def test_a_hang_is_reported_with_stacks_and_ends_in_bounded_time(tmp_path: Path) -> None:
-    processes = sleeper, stopped, well = hanging("actor rank 0", "rollout engine 1", "actor rank 1")
+def test_a_hang_is_reported_with_stacks_and_ends_the_processes(tmp_path: Path) -> None:
+    processes = sleeper, stopped, well = start_small_processes("actor rank 0", "rollout engine 1", "actor rank 1")
     pids = wait_for_all([process.call("pid") for process in processes])
-    started = time.monotonic()
-    with pytest.raises(HangError) as caught, WATCHDOG.watching(2.0, tmp_path):
-        wait_for_all([sleeper.call("nap"), stopped.call("stop"), well.call("pid")])
-    assert time.monotonic() - started < 12
+    calls = [sleeper.call("nap"), stopped.call("stop"), well.call("pid")]
+    wait_for_all(calls[2:])
+    until_found(sleeper, "in nap")
+    until_found(stopped, "SIGSTOP")
+    with pytest.raises(HangError) as caught, WATCHDOG.watching(1.0, tmp_path):
+        wait_for_all(calls)
     message = str(caught.value)
-    assert "did not answer within 2 s: actor rank 0 (nap), rollout engine 1 (stop)." in message
+    assert "did not answer within 1 s: actor rank 0 (nap), rollout engine 1 (stop)." in message
     assert "actor rank 0: at nap (" in message
     assert "rollout engine 1: is stopped by a signal (SIGSTOP)" in message
     assert "last sign of life: answered pid" in message
@@ -80,11 +55,11 @@ def test_a_hang_is_reported_with_stacks_and_ends_in_bounded_time(tmp_path: Path)
     (report,) = tmp_path.glob("hang-*.txt")
     assert str(report) in message
     text = report.read_text()
-    assert "hanging.py" in text
+    assert "small_processes.py" in text
     assert "in nap" in text
     assert "test_watchdog.py" in text  # where the driver waits
     assert "no stacks: it is stopped by a signal" in text
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not all(has_ended(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert all(has_ended(pid) for pid in pids)
@@ -92,13 +67,16 @@ def test_a_hang_is_reported_with_stacks_and_ends_in_bounded_time(tmp_path: Path)
 
 @pytest.mark.usefixtures("ray_here")
 def test_who_blocks_in_a_collective_is_told_from_who_does_not_come(tmp_path: Path) -> None:
-    ranks = hanging("actor rank 0", "actor rank 1")
+    ranks = start_small_processes("actor rank 0", "actor rank 1")
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     wait_for_all([process.call("join", rank, port) for rank, process in enumerate(ranks)])
-    with pytest.raises(HangError) as caught, WATCHDOG.watching(2.0, tmp_path):
-        wait_for_all([ranks[0].call("reduce"), ranks[1].call("nap")])
+    calls = [ranks[0].call("reduce"), ranks[1].call("nap")]
+    until_found(ranks[0], "in all_reduce")
+    until_found(ranks[1], "in nap")
+    with pytest.raises(HangError) as caught, WATCHDOG.watching(1.0, tmp_path):
+        wait_for_all(calls)
     lines = str(caught.value).splitlines()
     assert [line for line in lines if line.startswith("  actor rank 0: waits in a collective for its peers, at all_reduce (")]
     assert [line for line in lines if line.startswith("  actor rank 1: at nap (")]

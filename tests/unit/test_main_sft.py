@@ -24,10 +24,12 @@ GIVEN = ["data.train_files=a.parquet", "data.val_files=a.parquet"]
         (GIVEN, "model"),
         ([*GIVEN, "model.path=m", "trainer.output_dir=o", "trainer.stop_at_accuracy=20"], "trainer.stop_at_accuracy"),
         ([*GIVEN, "model.path=./nowhere", "trainer.output_dir=o"], "there is no such folder"),
+        ([*GIVEN, "model.path=m", "trainer.output_dir=a.parquet/model"], "trainer.output_dir must be a folder"),
     ],
 )
 def test_mistakes_end_with_2_and_a_message(overrides, message, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.parquet").touch()
     code, written = run(monkeypatch, capsys, *overrides)
     assert code == 2
     assert message in written

@@ -109,9 +109,10 @@ class EngineGroup:
             raise [*causes, *failures][0]
         return of_engines, [answer_of[item.reference] for item in beside]
 
-    def block_size(self) -> int:
-        """Tokens of one block of the key-value cache: the shortest prefix that can be cached."""
-        return int(wait_for_all([self._engines[0].call("describe")])[0]["block_size"])
+    def describe(self) -> dict[str, Any]:
+        """Facts of the first engine, see ``RolloutEngine.describe``; the others are built alike."""
+        facts: dict[str, Any] = wait_for_all([self._engines[0].call("describe")])[0]
+        return facts
 
     def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> dict[int, Pending]:
         """Join the weight-transfer group behind the sender, who is rank 0."""

@@ -1,6 +1,5 @@
 """Which processes a run needs, whether the cluster can hold them, where each goes, and how many threads it may use."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl_rc.cluster.remote import RemoteError
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
+from verl_rc.workers.host import usable_cores
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def plan_placement(config: RunConfig) -> Placement:
     _check_nodes(config, device)
     if device == "cpu":
         _check_cores(config)
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     engines_per_node = max(1, config.num_engines // (rollout.nnodes or trainer.nnodes))
     rank_places, engine_places = _reserve(config, device, min(1.0, total.get("CPU", 1.0) / config.num_processes))
     return Placement(
@@ -109,11 +109,11 @@ def _check_nodes(config: RunConfig, device: str) -> None:
 
 def _check_cores(config: RunConfig) -> None:
     """Ranks compute together and engines do: each needs a core of its own."""
-    trainer, cores = config.trainer, os.cpu_count() or 1
+    trainer, cores = config.trainer, usable_cores()
     if max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
         raise ConfigError(
             "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
-            f"{trainer.n_gpus_per_node} and {config.num_engines} engines were asked for, this machine has {cores} cores. "
+            f"{trainer.n_gpus_per_node} and {config.num_engines} engines were asked for, this process may use {cores}. "
             "Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer ranks)."
         )
 

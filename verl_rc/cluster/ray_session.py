@@ -1,6 +1,7 @@
 """Starting Ray on this machine, or joining a running cluster. Imports nothing heavy, so it can run while torch loads."""
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -10,22 +11,31 @@ from ray._private import ray_constants
 from verl_rc.cluster.environment import python_path
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.trainer import RayInitConfig
+from verl_rc.workers.host import usable_cores
 
 _OBJECT_STORE_BYTES = 512 << 20
-_RAY_STARTER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-ray")
+_ATTEMPTS = 3
+"""To start Ray here. On a busy machine its raylet ends when its agents, which are Python programs, need more than 15 s to write
+down their ports; the limit is fixed (Ray 2.60, ray-project/ray#65983). The next time their modules are in the page cache."""
+_STARTERS: list[ThreadPoolExecutor] = []
+"""Threads that started Ray. The kernel kills Ray's processes when the thread that started them ends (PR_SET_PDEATHSIG), so
+each must live as long as its Ray."""
+
+
+class RayStartError(RuntimeError):
+    """Ray did not start, or no cluster answered; the message says what to do."""
 
 
 def start_ray_in_background(config: RayInitConfig, processes: int) -> "Future[None]":
-    """Start Ray in a thread and return at once; the future's result, or its error, comes when Ray is up.
-
-    The thread must stay alive until the process ends: Ray asks the kernel to kill its processes when their parent dies
-    (PR_SET_PDEATHSIG), and to the kernel the parent is the thread that started them. An executor keeps its thread.
-    """
-    return _RAY_STARTER.submit(start_ray, config, processes)
+    """Start Ray in a thread and return at once; the future's result, or its error, comes when Ray is up."""
+    return ThreadPoolExecutor(max_workers=1).submit(start_ray, config, processes)
 
 
 def start_ray(config: RayInitConfig, processes: int) -> None:
-    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``processes``."""
+    """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``processes``.
+
+    A Ray that does not come up here in time is ended and started again, twice at most. Raises ``RayStartError``.
+    """
     WATCHDOG.forget_all()
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
     address, loopback_only = options.pop("address", None), options.pop("loopback_only")
@@ -35,7 +45,7 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
         runtime_env["env_vars"] = {key: value for key, value in runtime_env["env_vars"].items() if value is not None}
     if address is not None:
         runtime_env["env_vars"] = {"PYTHONPATH": python_path(), **runtime_env.pop("env_vars", {})}
-        ray.init(address=address, runtime_env=runtime_env, logging_level="ERROR", log_to_driver=True)
+        _connect({"address": address, "runtime_env": runtime_env, "log_to_driver": True})
         return
     # Ray starts a Python worker per CPU ahead of need, and none of those serves a job with a runtime environment: so just as
     # many CPUs as processes, and the path by inheritance.
@@ -44,7 +54,47 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     options.setdefault("object_store_memory", _OBJECT_STORE_BYTES)
     if runtime_env:
         options["runtime_env"] = runtime_env
-    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, **options)
+    _start_here({"include_dashboard": False, "log_to_driver": False, **options})
+
+
+def _connect(options: Mapping[str, Any]) -> None:
+    try:
+        ray.init(logging_level="ERROR", **options)
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        raise RayStartError(
+            f"a Ray cluster must answer at ray_kwargs.ray_init.address={options['address']}, but: {_in_one_line(error)}. Start "
+            "it (scripts/cluster/start_head.sh), or drop the key to start Ray on this machine."
+        ) from error
+
+
+def _start_here(options: Mapping[str, Any]) -> None:
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-ray")
+        try:
+            starter.submit(_init_or_shut_down, options).result()
+            _STARTERS.append(starter)
+            return
+        except Exception as error:  # what Ray raises, bare, when its node does not come up in time
+            starter.shutdown()  # ends the thread, and with it what Ray had started
+            if attempts_left and not isinstance(error, (ValueError, TypeError, OSError)):
+                continue
+            raise RayStartError(
+                f"Ray must start on this machine, but: {_in_one_line(error)}. The load average is {os.getloadavg()[0]:.0f} on "
+                f"{usable_cores()} cores: try again when other programs leave more of them, or start Ray beforehand "
+                "(ray start --head) and pass ray_kwargs.ray_init.address=auto."
+            ) from error
+
+
+def _init_or_shut_down(options: Mapping[str, Any]) -> None:
+    try:
+        ray.init(logging_level="ERROR", **options)
+    except BaseException:
+        ray.shutdown()
+        raise
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _listen_on_loopback(wanted: bool) -> None:

@@ -1,12 +1,12 @@
 """The reward model's process, seen from the driver."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from verl_rc.cluster.environment import trainer_environment
 from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
 from verl_rc.config.reward import RewardModelConfig
+from verl_rc.workers.host import usable_cores
 
 
 class RewardModel:
@@ -22,7 +22,7 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         """Start the process; ``build`` gives it its model."""
         self._config = config
-        environment = trainer_environment(os.cpu_count() or 1, one_node=False)
+        environment = trainer_environment(usable_cores(), one_node=False)
         self._process = RemoteProcess("reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node)
 
     def build(self) -> list[Pending]:

@@ -1,7 +1,6 @@
 """Reward functions in processes of their own: several samples at once, a time limit per call, and no call that can take the
 run with it."""
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
@@ -11,6 +10,7 @@ from verl_rc.cluster.reward_process import NoAnswer, RewardProcess
 from verl_rc.config.reward import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 from verl_rc.rewards.process import Answer, Failed, Ready, Refused
+from verl_rc.workers.host import usable_cores
 
 _MOST_PROCESSES = 8
 _TOLERATED_FAILURES = 2
@@ -31,7 +31,7 @@ class RewardPool:
         self._idle: list[RewardProcess] = []
         self._busy: dict[RewardProcess, int] = {}
         """Processes at work, and the place of their sample."""
-        for _ in range(config.num_workers or min(os.cpu_count() or 1, _MOST_PROCESSES)):
+        for _ in range(config.num_workers or min(usable_cores(), _MOST_PROCESSES)):
             self._start()
         try:
             while not self._idle:

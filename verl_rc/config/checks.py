@@ -10,6 +10,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.reference import ReferenceConfig
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import RunConfig
+from verl_rc.config.writable import folder_problem
 
 _UNUSABLE_QUANTIZATIONS = {
     "fp8": "vLLM's CPU build lacks its kernel; use fp8_per_channel",
@@ -28,7 +29,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise ``ConfigError`` when a path that the run reads from does not exist."""
+    """Raise ``ConfigError`` when a path that the run reads from does not exist, or one for its output cannot be written to."""
     own_class = config.data.custom_cls.path  # which may find its data in its own way
     paths = {
         "data.train_files": config.data.train_files if own_class is None else [],
@@ -52,6 +53,13 @@ def check_files(config: RunConfig) -> None:
         for path in given
         if not _may_be_a_model(path)
     ]
+    trainer = config.trainer
+    folders = {
+        "trainer.default_local_dir": trainer.default_local_dir,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
+    missing += [problem for key, folder in folders.items() if (problem := folder_problem(key, folder))]
     if missing:
         raise ConfigError("\n".join(missing))
 

@@ -1,7 +1,7 @@
 """Keeping passwords and tokens out of everything a run writes down."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_rc.config.base import StrictModel
@@ -24,14 +24,25 @@ def public_values(config: StrictModel) -> dict[str, Any]:
     A text whose key looks like a secret's becomes ``${oc.env:<its key>,null}``: given back with ``--config-name``, such a file
     takes the value from the environment. Credentials in a URL become ``(hidden)``.
     """
-    tree = config.model_dump(mode="json")
+    return without_secrets(config.model_dump(mode="json"), _from_environment)
+
+
+def without_secrets(tree: dict[str, Any], replace: Callable[[str], str] = lambda _: _HIDDEN) -> dict[str, Any]:
+    """A tree of configuration values, each secret replaced, in place, by what ``replace`` makes of its key."""
     for path in _OPEN_SECTIONS:
         parent: Any = tree
         for name in path[:-1]:
             parent = parent.get(name) or {}
         if parent.get(path[-1]):
-            parent[path[-1]] = _masked(parent[path[-1]])
+            parent[path[-1]] = _masked(parent[path[-1]], replace)
     return tree
+
+
+def override_without_secrets(override: str) -> str:
+    """An override as it may be shown: without its value where that may hold an entry of the user's own."""
+    key = override.lstrip("+~").partition("=")[0]
+    is_open = any(f"{'.'.join(path)}.".startswith(f"{key}.") or key.startswith(".".join(path)) for path in _OPEN_SECTIONS)
+    return f"{override.partition('=')[0]}={_HIDDEN}" if is_open else override
 
 
 def looks_secret(name: str) -> bool:
@@ -39,13 +50,17 @@ def looks_secret(name: str) -> bool:
     return _SECRET_NAME.search(name) is not None
 
 
-def _masked(value: Any, name: str = "") -> Any:
+def _from_environment(name: str) -> str:
+    return f"${{oc.env:{name},null}}" if _VARIABLE.fullmatch(name) else _HIDDEN
+
+
+def _masked(value: Any, replace: Callable[[str], str], name: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {key: _masked(entry, str(key)) for key, entry in value.items()}
+        return {key: _masked(entry, replace, str(key)) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_masked(entry, name) for entry in value]
+        return [_masked(entry, replace, name) for entry in value]
     if not isinstance(value, str):
         return value
     if looks_secret(name):
-        return f"${{oc.env:{name},null}}" if _VARIABLE.fullmatch(name) else _HIDDEN
+        return replace(name)
     return _CREDENTIALS_IN_URL.sub(_HIDDEN, value)

@@ -6,6 +6,7 @@ from typing import Any
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.weight_transport import WeightTransport
 from verl_rc.config.run import RunConfig
@@ -39,6 +40,8 @@ class Services:
     engines: EngineGroup
     agent_loop: AgentLoop | None
     """The conversation in which the policy calls tools between its turns; None: there are no tools."""
+    placement: Placement
+    """Numbers of processes, and threads of each."""
     transport: WeightTransport
     """How weights get from the actor to the engines."""
     checkpoints: CheckpointStore

@@ -1,12 +1,13 @@
 """From a configuration to a run that is ready: processes start first, everything else happens while they load."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from verl_rc.advantage import resolve_advantage_estimator
 from verl_rc.checkpoint import RunState
@@ -36,17 +37,21 @@ from verl_rc.driver.services import Services
 from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.ppo.choices import policy_loss_name
-from verl_rc.report.explain import plan_text, write_plan
+from verl_rc.report.explain import add_to_plan, plan_text, write_plan
+from verl_rc.report.preflight_machine import refuse_too_little_memory
 from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
 from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.weight_sync.proof import GapLimit, engine_precision
+from verl_rc.workers.host import usable_cores
 
 
 @contextmanager
 def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[Services, RunState]]:
     """Set a run up, or go on with one, and take it down again, also after an error."""
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # PyTorch knows no CPU limits of containers
     folder = Path(str(config.trainer.default_local_dir))
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_too_little_memory(config)
     store, resumed, state = checkpoints.choose(config, folder)
     _find_objective(config)
     _show_plan(config, folder)
@@ -86,6 +91,8 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
         with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
             wait_for_all(building_engines, config.trainer.ready_timeout_seconds)
+        engine = engines.describe()
+        _add_measurements(folder, engine)
         with announced("the transport of weights"):
             transport = open_transport(actor, engines, placement, config)
         tracker = open_tracker(
@@ -112,6 +119,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
             reference=reference,
             engines=engines,
             agent_loop=agent_loop,
+            placement=placement,
             transport=transport,
             checkpoints=store,
             manifest=actor.manifest(),
@@ -120,7 +128,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
             tracker=tracker,
             total_steps=total_steps,
             max_model_len=max_model_length(config),
-            block_size=engines.block_size(),
+            block_size=int(engine["block_size"]),
         )
         yield services, state
 
@@ -132,6 +140,13 @@ def _show_plan(config: RunConfig, folder: Path) -> None:
     say("%s", plan_text(config))
     for key, path in foreign_code(config).items():
         say("%s=True: Python code that comes with %s runs with your rights", key, path)
+
+
+def _add_measurements(folder: Path, engine: Mapping[str, Any]) -> None:
+    """What the engine measured on this machine, in the log and in the plan."""
+    if engine["fp8_products"] is not None:
+        say("fp8 products on this CPU: %s", engine["fp8_products"])
+        add_to_plan(folder, "Measured when the engine started", f"fp8 products: {engine['fp8_products']}")
 
 
 def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow], limit: int) -> None:

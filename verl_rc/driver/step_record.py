@@ -54,6 +54,11 @@ class StepRecord:
         yield
         self._seconds[name] += time.perf_counter() - started
 
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Of every stage of the step so far."""
+        return dict(self._seconds)
+
     def add_busy(self, name: str, seconds: float) -> None:
         """Seconds in which workers themselves computed during stage ``name``; the rest of the stage was transport
         and driver."""

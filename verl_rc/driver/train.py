@@ -8,6 +8,7 @@ from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
+from verl_rc.driver.pace import Pace
 from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
@@ -15,6 +16,7 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
+from verl_rc.report.picture import picture_line
 
 
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
@@ -30,7 +32,8 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 def train(services: Services, state: RunState) -> None:
     """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its left."""
     trainer, algorithm = services.config.trainer, services.config.algorithm
-    first = last = start(services, state)
+    first, pace = start(services, state), Pace()
+    last = first
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
@@ -59,10 +62,12 @@ def train(services: Services, state: RunState) -> None:
         state.health = stages.judge_health(services, state.health, record, step)
         state.step, state.prompts = step, services.prompts.state_dict()
         checkpoints.write(services, state, record)
+        pace = pace.observed(record.seconds, step, services.placement)
         record.log(services.tracker, step, {"training/global_step": step, "training/epoch": epoch})
         checkpoints.commit(services, step)
         services.stop.end_if_decided()
     say("written to %s: %s", services.folder, ", ".join(sorted(path.name for path in services.folder.iterdir())))
+    say("%s", picture_line(services.folder))
     if first is not None and last is not None:
         say("validation accuracy: %.3f -> %.3f", first, last)
 

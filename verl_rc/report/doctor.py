@@ -11,6 +11,7 @@ from verl_rc.report.preflight_machine import (
     check_devices,
     check_disk,
     check_folder,
+    check_fp8,
     check_memory,
     check_packages,
     check_ports,
@@ -23,6 +24,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     folder, inputs = Path(str(config.trainer.default_local_dir)), Inputs()
     yield from check_packages()
     yield from check_devices(config)
+    yield from check_fp8(config)
     yield from check_ports()
     yield from check_folder(folder)
     yield from check_models(config, inputs)

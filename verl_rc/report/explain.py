@@ -31,6 +31,12 @@ def write_plan(config: RunConfig, folder: Path) -> Path:
     return path
 
 
+def add_to_plan(folder: Path, title: str, line: str) -> None:
+    """Add a section to the plan that ``write_plan`` wrote: what only the started run knows."""
+    with (folder / PLAN_FILE).open("a", encoding="utf-8") as plan:
+        plan.write(f"\n{title}\n  {line}\n")
+
+
 def plan_text(config: RunConfig) -> str:
     """What a valid configuration will do, for people. Reads no file, starts nothing."""
     plan = plan_of(config)

@@ -1,20 +1,23 @@
 """Whether the machine can run a configuration: packages, devices, memory, disk, ports, folder."""
 
-import errno
-import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
+from verl_rc.config.writable import first_existing, why_unwritable
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import (
+    DRIVER_MIB,
+    ENGINE_MIB,
     MIB,
+    RAY_MIB,
+    TRAINER_MIB,
     ModelShape,
     RoleMemory,
     checkpoint_bytes,
@@ -22,7 +25,8 @@ from verl_rc.report.memory import (
     gpu_peaks,
     host_bytes,
 )
-from verl_rc.workers.memory import host_memory
+from verl_rc.rollout.fp8_products import SlowFp8Error, measured_fp8_products
+from verl_rc.workers.host import available_memory, usable_cores
 
 PACKAGES = (
     "torch",
@@ -94,7 +98,7 @@ def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
 
 
 def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
-    needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), os.cpu_count() or 1
+    needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), usable_cores()
     yield Finding.of(
         needed <= found,
         "cores",
@@ -102,6 +106,17 @@ def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
         f"{needed} cores must be there: one for each rank of a role, and one for each engine device",
         "lower trainer.n_gpus_per_node (on a CPU it means trainer ranks) and rollout.n_gpus_per_node",
     )
+
+
+def check_fp8(config: RunConfig) -> Iterator[Finding]:
+    """A CPU computes fp8 products fast enough, where the engine has fp8 layers."""
+    if uses_gpus(config) or not str(config.actor_rollout_ref.rollout.quantization).startswith("fp8"):
+        return
+    products = measured_fp8_products()
+    try:
+        yield Finding("ok", "fp8 products", products.describe())
+    except SlowFp8Error as error:
+        yield Finding("failed", "fp8 products", products.times(), error.must, error.remedy)
 
 
 def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterator[Finding]:
@@ -116,7 +131,7 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
         yield Finding("note", f"memory of the {role.role}", _parts(role))
     largest = max(roles, key=lambda role: role.model * role.processes)
     remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
-    needed, available = host_bytes(config, roles, on_gpu), available_host_bytes()
+    needed, available = host_bytes(config, roles, on_gpu), available_memory()
     must = f"about {_size(needed)} must be free: {len(roles)} roles, the driver and Ray"
     yield Finding.of(
         needed <= available, "host memory", f"about {_size(needed)} at the peak, {_size(available)} available", must, remedy
@@ -128,12 +143,29 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
         yield Finding.of(peak <= gpu_bytes, f"GPU in {moment}", f"about {_size(peak)} of {_size(gpu_bytes)}", must, remedy)
 
 
+def refuse_too_little_memory(config: RunConfig) -> None:
+    """Raise ``ConfigError`` when not even the libraries of all processes fit into this machine's free memory.
+
+    Linux would kill one of them in the middle of its start.
+    """
+    if config.ray_kwargs.ray_init.address is not None:
+        return
+    ranks, engines = config.num_ranks * config.num_trainer_roles, config.num_engine_devices
+    needed = (DRIVER_MIB + RAY_MIB + TRAINER_MIB * ranks + ENGINE_MIB * engines) * MIB
+    available = available_memory()
+    if available < needed:
+        raise ConfigError(
+            f"{_size(needed)} of memory must be free for the libraries of the driver, Ray, {ranks} trainer process(es) and "
+            f"{engines} engine process(es) alone, got {_size(available)}: end other programs, or take a machine with more."
+        )
+
+
 def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path) -> Iterator[Finding]:
     """There is room for the checkpoints that will be kept, and one more while it replaces an older one."""
     if config.trainer.save_freq <= 0:
         yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
         return
-    size, free = checkpoint_bytes(config, shapes), shutil.disk_usage(_existing(folder)).free
+    size, free = checkpoint_bytes(config, shapes), shutil.disk_usage(first_existing(folder)).free
     kept, steps = config.trainer.max_actor_ckpt_to_keep, config.trainer.total_training_steps
     saves = None if steps is None else -(-steps // config.trainer.save_freq)
     if kept is None and saves is None:
@@ -145,7 +177,7 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
     yield Finding.of(
         size * count <= free,
         "checkpoints",
-        f"about {_size(size)} each, {written}; {_size(free)} free at {_existing(folder)}",
+        f"about {_size(size)} each, {written}; {_size(free)} free at {first_existing(folder)}",
         f"about {_size(size * count)} must be free",
         "pass trainer.max_actor_ckpt_to_keep=1, a larger trainer.save_freq, or another trainer.default_local_dir",
     )
@@ -169,32 +201,16 @@ def check_ports() -> Iterator[Finding]:
 
 def check_folder(folder: Path) -> Iterator[Finding]:
     """The run's folder, or the first of its parents that exists, can be written to."""
-    there = _existing(folder)
-    try:
-        if not there.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(b"1")
-    except OSError as error:
-        must, remedy = f"{there} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
-        yield Finding("failed", "run folder", f"{folder}: {error}", must, remedy)
-        return
-    yield Finding("ok", "run folder", f"{folder} can be written to")
+    reason = why_unwritable(folder)
+    must, remedy = f"{folder} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
+    found = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
+    yield Finding.of(reason is None, "run folder", found, must, remedy)
 
 
 def uses_gpus(config: RunConfig) -> bool:
     """Whether a run started here would compute on GPUs."""
     device = config.trainer.device
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())
-
-
-def available_host_bytes() -> int:
-    """Memory that new processes of this machine, or of this container, can have."""
-    available = host_memory()["MemAvailable"]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text(encoding="utf-8").strip() != "max":
-        available = min(available, int(limit.read_text(encoding="utf-8")) - int(used.read_text(encoding="utf-8")))
-    return available
 
 
 def _version(name: str) -> str | None:
@@ -219,8 +235,3 @@ def _parts(role: RoleMemory) -> str:
 
 def _size(number: int) -> str:
     return f"{number / (1 << 30):.2f} GiB" if number >= 1 << 30 else f"{number / MIB:.0f} MiB"
-
-
-def _existing(folder: Path) -> Path:
-    folder = folder.expanduser().absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -42,9 +42,10 @@ class RolloutEngine:
         forget_shared_memory_names()
 
     def describe(self) -> dict[str, Any]:
-        """Facts of the running engine that other parts need: its cache's block size and its threads."""
+        """Facts of the running engine: its cache's block size, its threads, how it computes fp8 products (None: it has none)."""
         block_size = self._llm.llm_engine.vllm_config.cache_config.block_size
-        return {"block_size": block_size, "threads": torch.get_num_threads()}
+        fp8_products = self._llm.collective_rpc("fp8_products")[0]
+        return {"block_size": block_size, "threads": torch.get_num_threads(), "fp8_products": fp8_products}
 
     def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
         """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every member

@@ -1,7 +1,28 @@
 """What vLLM loads in every worker process of an engine, beside its own worker."""
 
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
+from vllm.platforms import PlatformEnum
+
+from verl_rc.rollout.fp8_products import WAYS, measured_fp8_products
 from verl_rc.rollout.leftovers import end_with_parent, forget_shared_memory_names
 from verl_rc.weight_sync.receiver import ReceiptExtension
+
+
+class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
+    """vLLM's fp8 linear layer for CPUs, with its product computed in the way that is fast on this one."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Raises ``SlowFp8Error``."""
+        super().__init__(*arguments, **options)
+        self._way = WAYS[measured_fp8_products().way]
+
+    def apply_scaled_mm(self, **arguments: Any) -> Tensor:
+        """What vLLM computes."""
+        with self._way():
+            return super().apply_scaled_mm(**arguments)
 
 
 class EngineWorkerExtension(ReceiptExtension):
@@ -11,5 +32,11 @@ class EngineWorkerExtension(ReceiptExtension):
         """See the function of that name."""
         forget_shared_memory_names()
 
+    def fp8_products(self) -> str | None:
+        """How this worker computes fp8 products; None where none was measured, because no layer asked for it."""
+        return measured_fp8_products().describe() if measured_fp8_products.cache_info().currsize else None
 
+
+kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
+kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
 end_with_parent()

@@ -1,18 +1,11 @@
 """How much memory a machine and its devices have given away."""
 
-from pathlib import Path
-
 import torch
 
 from verl_rc.metrics import Metric, Reduction
+from verl_rc.workers.host import host_memory
 
 _GIB = 1 << 30
-
-
-def host_memory() -> dict[str, int]:
-    """Bytes of this machine by the names of ``/proc/meminfo``: ``MemTotal``, ``MemAvailable``, …"""
-    fields = (line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    return {name: int(value.split()[0]) << 10 for name, value in fields}
 
 
 def memory_metrics(device: torch.device) -> list[Metric]:

@@ -18,6 +18,7 @@ from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.data.worked_examples import WorkedExample, read_worked_examples
+from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import load_causal_lm, packed_logits
 
 
@@ -70,6 +71,7 @@ def load_sft(config: SftConfig) -> SftSetup:
             f"data.train_files must hold at least data.train_batch_size={data.train_batch_size} examples, got "
             f"{len(train)}. Lower the batch size or add examples."
         )
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # PyTorch knows no CPU limits of containers
     torch.manual_seed(config.trainer.seed)
     model = load_causal_lm(
         config.model.path,

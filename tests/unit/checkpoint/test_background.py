@@ -49,7 +49,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     ready, write = threading.Event(), FileSystemWriter.write_data
 
     def waiting(*arguments: Any) -> Any:
-        assert ready.wait(30)
+        assert ready.wait(600)
         return write(*arguments)
 
     monkeypatch.setattr(FileSystemWriter, "write_data", waiting)

@@ -39,8 +39,8 @@ def test_too_few_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_too_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement.os, "cpu_count", lambda: 1)
-    with pytest.raises(ConfigError, match="this machine has 1 cores"):
+    monkeypatch.setattr(placement, "usable_cores", lambda: 1)
+    with pytest.raises(ConfigError, match="this process may use 1"):
         plan_placement(small_run_config(tmp_path, "trainer.n_gpus_per_node=2"))
 
 

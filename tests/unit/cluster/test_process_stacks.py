@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from verl_rc.cluster import process_stacks
 from verl_rc.cluster.process_stacks import ProcessIdentity, end, examine
 
 PROGRAM = """
@@ -17,11 +18,16 @@ import dataclasses, json, time
 from verl_rc.cluster.process_stacks import register_stack_dump
 
 def rest():
-    time.sleep(60)
+    print(json.dumps(dataclasses.asdict(register_stack_dump("here"))), flush=True)
+    time.sleep(3600)
 
-print(json.dumps(dataclasses.asdict(register_stack_dump("here"))), flush=True)
 rest()
 """
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_stacks, "_DUMP_SECONDS", 120.0)
 
 
 @pytest.fixture
@@ -52,7 +58,7 @@ def test_one_that_is_stopped_is_named_and_can_be_ended(child: tuple[subprocess.P
         time.sleep(0.01)
     assert examine(identity).condition.startswith("is stopped by a signal (SIGSTOP)")
     end(identity)
-    assert process.wait(5) == -signal.SIGKILL
+    assert process.wait(120) == -signal.SIGKILL
     assert examine(identity).condition == "has ended"
     end(identity)
 

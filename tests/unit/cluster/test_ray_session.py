@@ -1,10 +1,36 @@
-"""What a new Ray session begins with."""
+"""What a new Ray session begins with, and what happens when it does not come up. ``ray.init`` is replaced."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from verl_rc.cluster.ray_session import start_ray
+from verl_rc.cluster.ray_session import RayStartError, start_ray
 from verl_rc.cluster.watchdog import WATCHDOG, Watched
 from verl_rc.config.trainer import RayInitConfig
+
+TIMED_OUT = Exception("The current node timed out during startup.")
+
+
+@pytest.fixture
+def init_answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
+    """Lets calls of ``ray.init`` end with these answers, one after the other; returns the list of their arguments."""
+    monkeypatch.setenv("PYTHONPATH", "")
+
+    def answer_with(*answers: BaseException | None) -> list[dict[str, Any]]:
+        calls: list[dict[str, Any]] = []
+        waiting = iter(answers)
+
+        def init(**options: Any) -> None:
+            calls.append(options)
+            answer = next(waiting)
+            if answer is not None:
+                raise answer
+
+        monkeypatch.setattr("ray.init", init)
+        return calls
+
+    return answer_with
 
 
 class LeftOver(Watched):
@@ -18,10 +44,37 @@ class LeftOver(Watched):
         raise AssertionError("a process of an earlier session was asked for")
 
 
-def test_processes_of_an_earlier_session_are_not_watched_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.init", lambda **_: None)
-    monkeypatch.setenv("PYTHONPATH", "")
+def test_processes_of_an_earlier_session_are_not_watched_any_more(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+    init_answers(None)
     left_over = LeftOver()
     WATCHDOG.add(left_over)
     start_ray(RayInitConfig(), processes=1)
     WATCHDOG.end_all()
+
+
+def test_a_ray_that_does_not_come_up_is_started_again(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+    calls = init_answers(TIMED_OUT, TIMED_OUT, None)
+    start_ray(RayInitConfig(), processes=3)
+    assert [call["num_cpus"] for call in calls] == [3, 3, 3]
+
+
+def test_the_third_failure_is_explained_in_one_line(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+    calls = init_answers(TIMED_OUT, TIMED_OUT, RuntimeError("the GCS\nis overloaded"))
+    with pytest.raises(RayStartError, match=r"the GCS is overloaded.* load average .*ray_init.address=auto") as raised:
+        start_ray(RayInitConfig(), processes=1)
+    assert "\n" not in str(raised.value)
+    assert len(calls) == 3
+
+
+def test_what_would_fail_again_is_not_tried_again(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+    calls = init_answers(ValueError("object_store_memory is larger than the shared memory"))
+    with pytest.raises(RayStartError, match="object_store_memory"):
+        start_ray(RayInitConfig(), processes=1)
+    assert len(calls) == 1
+
+
+def test_a_cluster_that_does_not_answer(init_answers: Callable[..., list[dict[str, Any]]]) -> None:
+    calls = init_answers(ConnectionError("no such host"))
+    with pytest.raises(RayStartError, match=r"must answer at ray_kwargs.ray_init.address=there:6379.*no such host"):
+        start_ray(RayInitConfig(address="there:6379"), processes=1)
+    assert len(calls) == 1

@@ -43,6 +43,14 @@ def test_files_that_are_there_pass(tmp_path: Path) -> None:
     check_files(make_config(tmp_path))
 
 
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir"])
+def test_output_that_could_not_be_written_is_refused_before_anything_starts(tmp_path: Path, key: str) -> None:
+    for name in ("a.parquet", "b.parquet", "config.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=f"^{key} must be a folder that can be written to, got .*: Not a directory"):
+        check_files(make_config(tmp_path, f"{key}={tmp_path}/a.parquet/run"))
+
+
 def test_a_hub_id_is_not_looked_for_on_disk(tmp_path: Path) -> None:
     for name in ("a.parquet", "b.parquet"):
         (tmp_path / name).touch()

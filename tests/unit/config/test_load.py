@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,7 +185,7 @@ MISTAKES = [
     ("trainer.logger=[console", "the overrides cannot be read"),
     ("--wrong", "options are --config-name"),
     ("trainer.seed=1,2", "write --multirun for a run each, or trainer.seed=[…] for a list"),
-    ("~data.shuffle", "~key takes back what a run file gave"),
+    ("~data.shuffle", "~key takes back what a run file or a group gave"),
     ("~data.shufle", "the nearest is data.shuffle"),
     ("hydra.run.dir=/x", "a run's files go to trainer.default_local_dir"),
     ("--config-name=ppo_megatron_trainer.yaml", "megatron is not supported"),
@@ -262,22 +263,62 @@ def test_a_tilde_takes_back_what_a_run_file_gave(tmp_path: Path) -> None:
     assert load_run_config([*arguments, "~data.max_prompt_length"]).data.max_prompt_length == 512
 
 
-def test_a_sweep_runs_once_for_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the files that VALID names."""
     monkeypatch.chdir(tmp_path)
-    for name in ("train.parquet", "val.parquet", "model"):
-        (tmp_path / name).mkdir() if name == "model" else (tmp_path / name).touch()
+    for name in ("train.parquet", "val.parquet"):
+        (tmp_path / name).touch()
+    (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
+    return tmp_path
+
+
+def runs_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[RunConfig]:
+    """The configurations that a command line runs."""
+    monkeypatch.setattr(sys, "argv", ["verl_rc.main_ppo", *arguments])
+    runs: list[RunConfig] = []
+    run_with_config(RunConfig, runs.append, "verl_rc.main_ppo")
+    return runs
+
+
+def test_a_sweep_runs_once_for_each_value(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = f"{CORRECTION}.rollout_rs=token_k1,seq_mean_k3"
     sweep = ["--multirun", *VALID, "+trainer.seed=1,2", rules, f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,0.01"]
-    monkeypatch.setattr(sys, "argv", ["verl_rc.main_ppo", "hydra.sweep.dir=sweeps", *sweep])
-    seen: list[tuple[int, int]] = []
+    runs = runs_of(monkeypatch, *sweep)
+    assert [(run.trainer.seed, len(run.algorithm.rollout_correction.rejection_bounds())) for run in runs] == [(1, 2), (2, 2)]
+    assert sorted(path.name for path in files.iterdir()) == ["model", "train.parquet", "val.parquet"]
 
-    def remember(config: RunConfig) -> None:
-        seen.append((config.trainer.seed, len(config.algorithm.rollout_correction.rejection_bounds())))
 
-    run_with_config(RunConfig, remember, "verl_rc.main_ppo")
-    assert seen == [(1, 2), (2, 2)]
-    assert (tmp_path / "sweeps").is_dir()
+def test_a_sweep_over_groups_presets_and_thresholds(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def corrections(*arguments: str) -> list[tuple[object, object]]:
+        runs = [run.algorithm.rollout_correction for run in runs_of(monkeypatch, *VALID, *arguments)]
+        return [(run.rollout_is, run.rollout_is_threshold) for run in runs]
+
+    presets = "decoupled_token_is,decoupled_seq_is"
+    expected = [("token", 2.0), ("sequence", 2.0)]
+    assert corrections("-m", f"correction={presets}") == expected
+    assert corrections("-m", f"{CORRECTION}.preset={presets}") == expected
+    bounds = f"{CORRECTION}.rollout_is_threshold=choice('0.5_5',3)"
+    assert corrections("-m", "correction=decoupled_token_is", bounds) == [("token", "0.5_5.0"), ("token", 3.0)]
+    assert corrections("-m", "correction=glob(decoupled_token_*)") == [("token", "0.5_5.0"), ("token", 2.0)]
+
+
+def test_runs_of_a_sweep_write_to_folders_of_their_own(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def folders(*arguments: str) -> list[str | None]:
+        return [run.trainer.default_local_dir for run in runs_of(monkeypatch, "-m", *VALID, "trainer.seed=4,5", *arguments)]
+
+    assert folders("trainer.default_local_dir=a") == ["a/0", "a/1"]
+    assert folders("trainer.default_local_dir='a/${trainer.seed}'") == ["a/4", "a/5"]
+
+
+def test_no_run_of_a_sweep_starts_when_one_cannot(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    started: list[RunConfig] = []
+    monkeypatch.setattr(sys, "argv", ["verl_rc.main_ppo", "-m", *VALID, "trainer.nnodes=1,0"])
+    with pytest.raises(SystemExit) as raised:
+        run_with_config(RunConfig, started.append, "verl_rc.main_ppo")
+    assert (raised.value.code, started) == (2, [])
+    assert "trainer.nnodes must be greater than or equal to 1; got 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -304,12 +345,31 @@ def test_the_resolved_configuration_loads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        "harware=cpu", "hardware=gpu", "task=digits task=math", "--config-dir=nowhere", "--config-dir=.", "--cfg=none",
+        "-m hardware=cpu,gpu task=digits", "--info --cfg=job", "task=digits hardware=cpu data.train_batch_size=7",
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        runs_of(monkeypatch, *arguments.split())
+    printed = capsys.readouterr()
+    assert (raised.value.code, printed.out) == (2, "")
+    assert re.fullmatch(r"configuration error:\n[^\n]+[.?]\n", printed.err), printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [(["data.train_bach_size=8"], "the nearest is data.train_batch_size"), (VALID, "must name existing files")],
 )
 def test_the_process_exits_with_2_and_one_message(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "verl_rc.main_ppo", *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr

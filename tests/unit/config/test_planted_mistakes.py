@@ -181,7 +181,7 @@ LEGACY: list[Mistake] = [
 FORMS: list[Mistake] = [
     ("data.train_batch_size", "data.train_batch_size", "must have the form", "got 'data.train_batch_size'", "key=value"),
     ("--wrong", "--wrong", "options are", "'--wrong'", "--config-name"),
-    ("~data.shuffle", "data.shuffle", "takes back what a run file gave", "none gave this", "drop it"),
+    ("~data.shuffle", "data.shuffle", "takes back what a run file or a group gave", "none gave this", "drop it"),
 ]
 
 MISTAKES = [*TYPOS, *TYPES, *VARIANTS, *CONTRADICTIONS, *BATCHES, *DEVICES, *LEGACY, *FORMS]

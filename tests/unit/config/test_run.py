@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from verl_rc.config.load import known_keys
 from verl_rc.config.run import FALLBACKS, RunConfig
+from verl_rc.config.schema import known_keys
 
 GIVEN = {
     "data": {"train_files": "a", "val_files": "b", "max_response_length": 77},

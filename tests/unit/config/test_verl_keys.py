@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.load import known_keys, load_run_config
+from verl_rc.config.load import load_run_config
 from verl_rc.config.refused import refusal_of
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import known_keys
 from verl_rc.config.verl_keys import AGREEMENTS, MOVED, VALUE_NAMES, is_verl_key, moved, settle, settle_leaf
 
 KNOWN = set(known_keys(RunConfig))

@@ -140,8 +140,8 @@ def thousand() -> tuple[list[Row], dict[str, Any]]:
 
 @functools.cache
 def small_batches() -> list[tuple[list[Row], dict[str, Any]]]:
-    """A thousand batches of a few rows, for what looks at the whole batch."""
-    return [make(seed, rows=1 + seed % 3, width=4, scales=(0.1, 0.5, 8.0)) for seed in range(1000)]
+    """Two hundred batches of a few rows, for what looks at the whole batch."""
+    return [make(seed, rows=1 + seed % 3, width=4, scales=(0.1, 0.5, 8.0)) for seed in range(200)]
 
 
 def decide(config: RolloutCorrectionConfig, facts: dict[str, Any], way: str) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -1,6 +1,7 @@
 """What documents tell people to type exists: configuration keys, presets, commands, anchors. (Links, files, modules and metrics:
 tests/architecture/test_documents.py.)"""
 
+import io
 import re
 import shlex
 import shutil
@@ -9,17 +10,22 @@ from pathlib import Path
 
 import pytest
 from recipe_arguments import RECIPES, ROOT, arguments_of
+from rich.console import Console
 
 from verl_rc import cli
-from verl_rc.config.load import known_keys, load_run_config
+from verl_rc.config.load import load_run_config
+from verl_rc.config.load.arguments import parse
+from verl_rc.config.load.compose import Composer
 from verl_rc.config.migration import is_correction_key
 from verl_rc.config.rollout_correction import PRESETS
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import known_keys
 from verl_rc.config.sft import SftConfig
 from verl_rc.config.verl_keys import is_verl_key
 from verl_rc.metrics.catalog import CATALOG
+from verl_rc.metrics.sinks import ConsoleSink
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((ROOT / "docs").glob("*.md"))]
 NAME = [document.relative_to(ROOT).as_posix() for document in DOCUMENTS]
 ABOUT_VERL = {"migration_from_verl.md", "rollout_correction.md"}
 """Documents that name keys of verl beside those of this project."""
@@ -30,12 +36,16 @@ _FILE_SUFFIXES = (".py", ".parquet", ".md", ".sh", ".jsonl", ".json", ".yaml")
 _PRESET = re.compile(r"(?:preset=|from_preset\(\")(\w+)")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
+_IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 _ANCHOR = re.compile(r"\]\(([\w./-]*)#([\w-]+)\)")
 _PLACEHOLDERS = re.compile(r"^(?:KEY=VALUE|key=value|OVERRIDE|NAME|JOB|…|\.\.\.|\[override|\.\.\.\])$")
 _FREE = ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "ray_kwargs.ray_init.runtime_env.", "data.apply_chat_template_kwargs.")
-_OTHER_PROGRAMS = {"source", "docker", "sudo", "wandb", "uv", "ray", "cd", "export", "hf", "grep"}
+_OTHER_PROGRAMS = {"source", "docker", "sudo", "wandb", "uv", "ray", "cd", "export", "hf", "grep", "pre-commit"}
 
 _KNOWN = set(known_keys(RunConfig)) | {"algorithm.rollout_correction.preset"}
+_COMPOSER = Composer(parse([]), has_groups=True)
+_CHOICES = {f"{group}={name}" for group in _COMPOSER.groups() for name in _COMPOSER.loader.get_group_options(group)}
+"""Choices of configuration groups, as they are typed."""
 _KNOWN_SFT = set(known_keys(SftConfig))
 
 
@@ -125,8 +135,16 @@ def _mistake_in_python(arguments):
 
 
 def _mistake_in_overrides(overrides, known):
-    wrong = [word for word in overrides if not word.startswith("-") and not is_key(word.split("=")[0].lstrip("+"), known)]
+    choices = _CHOICES if known is _KNOWN else set()
+    keys = [word for word in overrides if not word.startswith("-") and not set(_runs_of_a_sweep(word)) <= choices]
+    wrong = [word for word in keys if not is_key(word.split("=")[0].lstrip("+"), known)]
     return f"{wrong[0]} is no override" if wrong else None
+
+
+def _runs_of_a_sweep(word):
+    """``group=a,b`` as ``group=a`` and ``group=b``."""
+    group, _, values = word.partition("=")
+    return [f"{group}={value}" for value in values.split(",")]
 
 
 def _mistake_in_subcommand(arguments):
@@ -141,6 +159,12 @@ def _mistake_in_subcommand(arguments):
             return _mistake_in_overrides(given.arguments, _KNOWN)
         return _mistake_in_script(given.arguments) if recipe.startswith("recipes/") else _mistake_in_overrides(overrides, _KNOWN)
     return None
+
+
+def too_wide(text):
+    """Lines of prose over 100 columns; tables, pictures and code cannot be broken."""
+    prose = _BLOCK.sub("", text).splitlines()
+    return [line for line in prose if len(line) > 100 and not line.startswith(("|", "!["))]
 
 
 def headings(text):
@@ -183,14 +207,45 @@ def test_anchors_lead_to_headings(document):
 
 def test_every_document_is_in_the_reading_order():
     order = (ROOT / "docs" / "README.md").read_text()
-    assert [document.name for document in DOCUMENTS if document.name != "README.md" and f"]({document.name})" not in order] == []
+    targets = {(ROOT / "docs" / target).resolve() for target in re.findall(r"\]\(([\w./-]+)\)", order)}
+    missing = {document for document in DOCUMENTS if document.resolve() not in targets}
+    assert missing == {ROOT / "docs" / "README.md"}
+
+
+def test_the_first_page_can_be_read_in_a_minute():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 80
+    assert too_wide(text) == []
+    assert len(_BLOCK.findall(text)[1][1].splitlines()) == 10  # what the quickstart prints
+
+
+def test_pictures_in_documents_are_small_and_have_a_text():
+    shown = [(document.parent / path, text) for document in DOCUMENTS for text, path in _IMAGE.findall(document.read_text())]
+    assert ROOT / "docs" / "images" / "quickstart.png" in [path for path, _ in shown]
+    for path, text in shown:
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size < 150_000
+        assert len(text.split()) > 3, f"{path.name} must be described in words for those who cannot see it"
+
+
+def test_the_first_page_shows_output_as_the_console_writes_it():
+    (sample,) = [body for language, body in _BLOCK.findall((ROOT / "README.md").read_text()) if language == "text"]
+    names = {"reward": "critic/score/mean", "ESS": "rollout_corr/rollout_is_eff_sample_size", "|gap|": "sync/rollout_gap_mean"}
+    steps = [line for line in sample.splitlines() if re.match(r"step [1-9]", line)]
+    assert len(steps) > 3
+    for line in steps:
+        shown = {name: re.search(rf"{re.escape(label)} ([\d.]+)", line)[1] for label, name in names.items()}
+        written = io.StringIO()
+        ConsoleSink(120, Console(file=written)).log({name: float(value) for name, value in shown.items()}, step=1)
+        for label, name in names.items():
+            assert f"{label} {shown[name]}" in written.getvalue()
 
 
 def test_every_recipe_is_in_the_table_with_its_preset():
     table = (ROOT / "docs" / "recipes.md").read_text().splitlines()
     for recipe in RECIPES:
         (row,) = [line for line in table if f"](../recipes/{recipe.name})" in line]
-        presets = re.findall(r"preset=(\w+)", "\n".join(arguments_of(recipe)))
+        presets = re.findall(r"^correction=(\w+)", "\n".join(arguments_of(recipe)), re.MULTILINE)
         correction = row.rstrip("| ").rsplit("|", 1)[1]
         named = _SPAN.findall(correction)
         assert named == presets[-1:] or (not named and "rules" in correction), row
@@ -244,6 +299,9 @@ def test_a_preset_that_does_not_exist_is_found():
         ("bash scripts/cluster/submit.sh recipes/ghost", "does not exist"),
         ("python -m verl_rc.ghost", "does not exist"),
         ("python -m verl_rc.main_ppo trainer.ghost=1", "no override"),
+        ("python -m verl_rc.main_ppo task=digits --cfg=job hardware=1gpu,8gpu", None),
+        ("python -m verl_rc.main_ppo task=ghost", "task=ghost is no override"),
+        ("python -m verl_rc.main_sft task=digits", "task=digits is no override"),
         ("python -m verl_rc.main_sft data.ghost=1", "no override"),
         ("python scripts/prepare_data/math_dataset.py --ghost x", "has no option --ghost"),
         ("verl-rc ghost", "would refuse"),
@@ -267,3 +325,8 @@ def test_anchors_are_made_as_github_makes_them():
         "which-preset",
         "explain-what-and-why",
     }
+
+
+def test_a_line_of_prose_that_is_too_wide_is_found():
+    wide = "x" * 101
+    assert too_wide(f"{wide}\n| {wide} |\n```text\n{wide}\n```\n{'x' * 100}\n") == [wide]

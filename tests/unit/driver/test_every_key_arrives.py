@@ -18,8 +18,9 @@ from verl_rc.cluster import placement
 from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.actor import OptimConfig
 from verl_rc.config.algorithms import LossOptions
-from verl_rc.config.load import known_keys, load_run_config
+from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import known_keys
 from verl_rc.config.verl_keys import moved
 from verl_rc.data.dataset import PromptOptions
 from verl_rc.driver import stages

@@ -44,7 +44,7 @@ def test_mistakes_end_in_one_message_and_leave_no_trace(seeds: range, tmp_path: 
     folders = [tmp_path / ("before" if seed % 2 else "new") for seed in seeds]
     running = [start(refused(seed), folder) for seed, folder in zip(seeds, folders, strict=True)]
     for process in running:
-        printed, message = process.communicate(timeout=120)
+        printed, message = process.communicate(timeout=600)
         assert process.returncode == 2, message
         assert message.startswith("configuration error:\n")
         assert "Traceback" not in message

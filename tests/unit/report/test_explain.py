@@ -119,9 +119,19 @@ def test_the_command_takes_yaml_as_a_run_does(tmp_path: Path, capsys: pytest.Cap
     assert "8 prompts x 6 samples = 48 rows a step" in capsys.readouterr().out
 
 
+def test_the_command_takes_groups_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "task=digits", "hardware=cpu", "correction=bypass_pg_is", "data.train_batch_size=16"]) == 0
+    printed = capsys.readouterr().out
+    assert "16 prompts x 8 samples = 128 rows a step" in printed
+    assert "bypass" in printed
+    assert "Set, and without effect" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["task=ghost"], "task must be one of "),
+        (["--cfg=job"], "--cfg belongs to python -m verl_rc.main_ppo; drop it here"),
         (["algorithm.adv_estimatr=grpo"], "the nearest is algorithm.adv_estimator"),
         (["algorithm.rollout_correction.loss_type=reinforce"], "reinforce is a loss of bypass mode"),
         (["data.train_batch_size=7"], "must be a multiple of"),
@@ -138,7 +148,7 @@ def test_contradictions_are_errors(arguments: list[str], said: str, capsys: pyte
 @pytest.mark.parametrize("subcommand", ["explain", "doctor"])
 def test_usage(subcommand: str, arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([subcommand, *arguments]) == status
-    assert f"usage: verl-rc {subcommand} [RECIPE.sh] KEY=VALUE" in capsys.readouterr().out
+    assert f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)

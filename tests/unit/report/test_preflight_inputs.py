@@ -82,16 +82,18 @@ def test_a_reward_file_is_looked_at_where_there_are_no_rows(model: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "seconds", "message"),
     [
-        ("while True: pass", "the reward function did not return, it took longer than 0.3 s"),
-        ("import sys; sys.exit(0)", "SystemExit: 0"),
+        ("while True: pass", 0.3, "the reward function did not return, it took longer than 0.3 s"),
+        ("import sys; sys.exit(0)", 600, "SystemExit: 0"),
     ],
 )
-def test_a_reward_that_hangs_or_leaves_is_found(model: str, tmp_path: Path, body: str, message: str) -> None:
+def test_a_reward_that_hangs_or_leaves_is_found(
+    model: str, tmp_path: Path, body: str, seconds: float, message: str
+) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
-    given = {"reward__custom_reward_function__path": str(mine), "reward__timeout_seconds": 0.3}
+    given = {"reward__custom_reward_function__path": str(mine), "reward__timeout_seconds": seconds}
     found = by_subject(findings(model, tmp_path, **given))["reward"]
     assert found.status == "failed"
     assert message in found.found

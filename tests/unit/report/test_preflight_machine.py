@@ -4,6 +4,7 @@ import re
 import socket
 import tomllib
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from planned_runs import Given, config_of
 from small_runs import ROOT
 
+from verl_rc.config.errors import ConfigError
 from verl_rc.report import preflight_machine as machine
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import ModelShape, model_paths
@@ -36,7 +38,10 @@ def test_packages_are_those_of_the_project() -> None:
         re.split(r"[<>=]", line)[0] for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     ]
     assert set(machine.PACKAGES) <= set(names)
-    assert set(names) - set(machine.PACKAGES) <= {"numpy", "pyyaml", "rich"}  # come with the others
+    assert set(names) - set(machine.PACKAGES) <= {
+        *("numpy", "pyyaml", "rich"),  # come with the others
+        "matplotlib",  # a run goes on without its picture
+    }
 
 
 def test_a_missing_package_and_two_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +63,7 @@ def test_versions_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("cores", "status"), [(3, "ok"), (2, "failed")])
 def test_cores_for_ranks_and_engines(cores: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
     given: Given = {"trainer.n_gpus_per_node": 3, "actor_rollout_ref.rollout.n_gpus_per_node": 3}
     assert statuses(machine.check_devices(config_of(given))) == {"cores": status}
     assert statuses(machine.check_devices(config_of({}))) == {"cores": "ok"}
@@ -89,10 +94,22 @@ def test_clusters() -> None:
 def test_memory_that_is_there_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of({})
     shapes = dict.fromkeys(model_paths(config), SHAPE)
-    monkeypatch.setattr(machine, "available_host_bytes", lambda: 10**12)
+    monkeypatch.setattr(machine, "available_memory", lambda: 10**12)
     assert statuses(machine.check_memory(config, shapes))["host memory"] == "ok"
-    monkeypatch.setattr(machine, "available_host_bytes", lambda: 10**9)
+    monkeypatch.setattr(machine, "available_memory", lambda: 10**9)
     assert "actor.ppo_max_token_len_per_gpu" in failed(machine.check_memory(config, shapes)).remedy
+
+
+@pytest.mark.parametrize(("mebibytes", "starts"), [(1989, False), (1990, True)])
+def test_a_machine_without_memory_for_the_libraries_is_refused(
+    mebibytes: int, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # one rank and one engine: 500 + 400 + 440 + 650 MiB
+    monkeypatch.setattr(machine, "available_memory", lambda: mebibytes << 20)
+    context = nullcontext() if starts else pytest.raises(ConfigError, match=r"1.94 GiB of memory must be free.*got 1.94 GiB")
+    with context:
+        machine.refuse_too_little_memory(config_of({}))
+    machine.refuse_too_little_memory(config_of({"ray_kwargs.ray_init.address": "auto"}))
 
 
 @pytest.mark.parametrize(("gpu_bytes", "status"), [(10**11, "ok"), (10**10, "failed")])
@@ -108,7 +125,7 @@ def test_memory_of_a_gpu(gpu_bytes: int, status: str, monkeypatch: pytest.Monkey
 
 def test_a_container_limits_memory() -> None:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    assert 0 < machine.available_host_bytes() <= int(fields["MemTotal"].split()[0]) << 10
+    assert 0 < machine.available_memory() <= int(fields["MemTotal"].split()[0]) << 10
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ import re
 
 from generate_migration_docs import CORRECTION_EXAMPLES, SAME_KEYS, render
 
-from verl_rc.config.load import known_keys, load_config
+from verl_rc.config.load import load_config
 from verl_rc.config.migration import migrate
 from verl_rc.config.refused import REFUSALS, RENAMED
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import known_keys
 from verl_rc.config.verl_keys import MOVED
 
 

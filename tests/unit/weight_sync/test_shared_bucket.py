@@ -39,7 +39,7 @@ def segments() -> set[str]:
 def nothing_left_behind() -> Iterator[None]:
     before = segments()
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while segments() - before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not segments() - before
@@ -80,14 +80,14 @@ def test_a_borrower_that_dies_leaves_the_memory_to_the_lender() -> None:
     bucket = share_bucket(SPECS, PARTS, CPU)
     borrower = get_context("fork").Process(target=Borrower().die_after_reading, args=(handle_of(bucket),))
     borrower.start()
-    borrower.join(20)
+    borrower.join(120)
     assert borrower.exitcode == 1
     assert copy_bucket(handle_of(bucket), CPU).float().tolist() == VALUES
     bucket.release()
 
 
 def test_a_lender_that_is_killed_leaves_no_segment() -> None:
-    code = "from weight_borrowers import Lender; import time; print(Lender().lend([1.0, 2.0]), flush=True); time.sleep(60)"
+    code = "from weight_borrowers import Lender; import time; print(Lender().lend([1.0, 2.0]), flush=True); time.sleep(3600)"
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
     with subprocess.Popen(

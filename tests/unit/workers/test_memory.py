@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from verl_rc.metrics import reduce_metrics
-from verl_rc.workers.memory import host_memory, memory_metrics
+from verl_rc.workers.host import host_memory
+from verl_rc.workers.memory import memory_metrics
 
 
 def test_the_machine_has_memory_and_uses_some() -> None:

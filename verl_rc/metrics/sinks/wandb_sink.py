@@ -7,6 +7,7 @@ from typing import Any
 
 import wandb
 
+from verl_rc.config.writable import why_unwritable
 from verl_rc.metrics.sinks.protocol import Cell
 from verl_rc.metrics.sinks.tags import run_tags
 
@@ -27,6 +28,7 @@ class WandbSink:
     ) -> None:
         """``resume_id``: the ``run_id`` of the run that is continued; None starts a new one."""
         run_dir.mkdir(parents=True, exist_ok=True)
+        find_own_folders(run_dir)
         self._run = wandb.init(
             project=project_name,
             name=experiment_name,
@@ -80,6 +82,17 @@ def join_bins(edges: Sequence[float], counts: Sequence[float], max_bins: int) ->
     width = -(-len(counts) // max_bins)
     starts = range(0, len(counts), width)
     return [edges[i] for i in starts] + [edges[-1]], [sum(counts[i : i + width]) for i in starts]
+
+
+def find_own_folders(run_dir: Path) -> None:
+    """W&B keeps logs and copies of tables below the home folder; where it cannot write there, it does in the run's folder.
+
+    Without, it fills the console with errors, and the first table ends the run.
+    """
+    own = {wandb.env.CACHE_DIR: wandb.env.get_cache_dir(), wandb.env.DATA_DIR: wandb.env.get_data_dir()}
+    for variable, folder in own.items():
+        if why_unwritable(Path(folder)) is not None:
+            os.environ[variable] = str(run_dir.absolute() / "wandb" / variable.lower())
 
 
 def _mode() -> Any:

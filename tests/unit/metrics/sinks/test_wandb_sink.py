@@ -3,11 +3,12 @@
 import json
 import struct
 import time
+from pathlib import Path
 
 import pytest
 
 from verl_rc.metrics.sinks import PreviousRun, open_tracker
-from verl_rc.metrics.sinks.wandb_sink import join_bins
+from verl_rc.metrics.sinks.wandb_sink import find_own_folders, join_bins
 
 wandb = pytest.importorskip("wandb")
 
@@ -36,7 +37,7 @@ def written(folder, run_id):
     """All records of a run that was closed, once W&B's own process has written the last one."""
     (run_folder,) = (folder / "wandb").glob("offline-run-*")
     assert run_folder.name.endswith(run_id)
-    for _ in range(200):
+    for _ in range(1200):
         records = list(records_of(run_folder / f"run-{run_id}.wandb"))
         if records and records[-1].WhichOneof("record_type") == "exit":
             return records
@@ -124,3 +125,27 @@ def test_joining_bins_keeps_the_counts_and_the_ends():
     edges, counts = join_bins([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1, 2, 3, 4, 5], max_bins=2)
     assert (edges, counts) == ([0.0, 3.0, 5.0], [6, 9])
     assert join_bins([0.0, 1.0], [7], max_bins=512) == ([0.0, 1.0], [7])
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_folders_that_wandb_cannot_write_to_are_replaced_by_some_in_the_run(tmp_path, monkeypatch, usable):
+    (tmp_path / "file").touch()
+    home, run = tmp_path / ("home" if usable else "file"), tmp_path / "run"
+    for variable, name in (("WANDB_CACHE_DIR", "cache"), ("WANDB_DATA_DIR", "data")):
+        monkeypatch.setenv(variable, str(home / name))
+    find_own_folders(run)
+    found = {Path(wandb.env.get_cache_dir()), Path(wandb.env.get_data_dir())}
+    own = {run / "wandb" / "wandb_cache_dir", run / "wandb" / "wandb_data_dir"}
+    assert found == ({home / "cache", home / "data"} if usable else own)
+
+
+def test_a_run_with_tables_needs_no_home_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / "file" / "own"))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    tracker = open_tracker(["wandb"], "project", "experiment", tmp_path / "run", CONFIG, total_steps=1)
+    tracker.log_table("val/generations", ["input"], [["a"]], step=1)
+    tracker.close()
+    assert any(record.WhichOneof("record_type") == "history" for record in written(tmp_path / "run", tracker.run_id))

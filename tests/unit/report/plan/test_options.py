@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from planned_runs import Given, config_of, outcome
 
-from verl_rc.config.load import known_keys
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import known_keys
 from verl_rc.report.plan import Plan, plan_of
 from verl_rc.report.plan.options import InertOption
 

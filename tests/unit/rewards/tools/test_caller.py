@@ -27,7 +27,7 @@ TOOL = Tool("odd", "Does as it is told.", {"how": "what"}, behave)
 
 
 def test_answers_come_from_one_thread_that_is_not_the_callers() -> None:
-    caller = ToolCaller(5)
+    caller = ToolCaller(600)
     assert [caller.call(TOOL, {"how": "answer"}) for _ in range(3)] == ["tools"] * 3
     assert caller.call(TOOL, {"how": "refuse"}) == "error: not today"
     assert caller.call(TOOL, {}) == 'error: odd takes ["how"], got []'
@@ -45,4 +45,4 @@ def test_answers_come_from_one_thread_that_is_not_the_callers() -> None:
 )
 def test_a_failure_names_the_tool_and_its_call(how: str, message: str) -> None:
     with pytest.raises(ToolFailedError, match=f"the tool 'odd' of .*multi_turn.tools, called with {{'how': '{how}'}}, {message}"):
-        ToolCaller(0.2 if how == "hang" else 5).call(TOOL, {"how": how})
+        ToolCaller(0.2 if how == "hang" else 600).call(TOOL, {"how": how})

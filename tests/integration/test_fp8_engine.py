@@ -1,0 +1,33 @@
+"""A real engine with fp8 weights on a CPU where PyTorch's choice of a kernel would take hours."""
+
+from pathlib import Path
+
+from other_process import OtherProcess
+
+from verl_rc.cluster.environment import engine_environment
+from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+
+ARGUMENTS = {
+    "quantization": "fp8_per_channel",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 32 << 20,
+    "block_size": 32,
+    "skip_tokenizer_init": True,
+}
+
+
+def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> None:
+    options = EngineOptions(str(task["model"]), "bfloat16", max_model_len=96, response_width=12, arguments=ARGUMENTS)
+    environment = engine_environment(1, "cpu", one_node=True)
+    engine = OtherProcess("slow_fp8_engine:SlowFp8Engine", environment, options=options)
+    try:
+        assert engine.call("describe")["fp8_products"].startswith("PyTorch's emulation (")
+        requests = [GenerationRequest(prompt_token_ids=list(range(3, 15)), seed=seed) for seed in range(8)]
+        sampling = SamplingOptions(1.0, top_p=1.0, top_k=-1, max_tokens=12, stop_token_ids=(), ignore_eos=True)
+        log_probs, slow_products = engine.call("log_probs", requests, sampling)
+        assert slow_products == 0
+        engine.call("become_fast")
+        assert log_probs.equal(engine.call("log_probs", requests, sampling)[0])
+    finally:
+        engine.end()
+    assert (log_probs < 0).all()

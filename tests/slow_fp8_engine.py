@@ -1,0 +1,54 @@
+"""An engine on a CPU whose oneDNN has no fp8 kernel but its reference implementation: AMX int8 without AMX fp16."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_rc.rollout import fp8_products
+from verl_rc.rollout.engine import RolloutEngine
+from verl_rc.rollout.engine_worker import MeasuredFp8Kernel
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+SECONDS_PER_MULTIPLICATION = 180e-9
+"""Measured on such a CPU: 4.5 s for 256 x 192 x 512."""
+fast_product = torch._scaled_mm
+slow_calls: list[torch.Size] = []
+
+
+def slow_product(left: Tensor, right: Tensor, **arguments: Any) -> Tensor:
+    """``torch._scaled_mm`` of that CPU: slow as long as oneDNN may be used."""
+    if torch._C._get_mkldnn_enabled():
+        slow_calls.append(left.shape)
+        time.sleep(SECONDS_PER_MULTIPLICATION * left.shape[0] * left.shape[1] * right.shape[1])
+    return fast_product(left, right, **arguments)
+
+
+class SlowFp8Engine(RolloutEngine):
+    """The engine, on that CPU."""
+
+    def __init__(self, **arguments: Any) -> None:
+        torch._scaled_mm = slow_product
+        self.kernels: list[MeasuredFp8Kernel] = []
+        initialise = MeasuredFp8Kernel.__init__
+
+        def remembered(kernel: MeasuredFp8Kernel, *given: Any, **options: Any) -> None:
+            initialise(kernel, *given, **options)
+            self.kernels.append(kernel)
+
+        MeasuredFp8Kernel.__init__ = remembered
+        super().__init__(**arguments)
+
+    def log_probs(self, requests: list[GenerationRequest], options: SamplingOptions) -> tuple[Tensor, int]:
+        """Rollout log-probs, and how many slow products they took."""
+        before = len(slow_calls)
+        return self.generate(requests, options).rollout_log_probs, len(slow_calls) - before
+
+    def become_fast(self) -> None:
+        """From now on: a CPU on which PyTorch's choice is fast, and taken."""
+        torch._scaled_mm = fast_product
+        assert self.kernels
+        for kernel in self.kernels:
+            kernel._way = fp8_products.WAYS["PyTorch's choice"]
+        self.reset_prefix_cache()

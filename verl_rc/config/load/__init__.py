@@ -1,0 +1,120 @@
+"""From command line and YAML to a valid configuration: the only package that knows Hydra and OmegaConf.
+
+Hydra composes what was *given* (files, groups and overrides, over an empty tree, so that nothing has two defaults); the
+schema adds the defaults and decides.
+"""
+
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+from pydantic import ValidationError
+
+from verl_rc.config.base import StrictModel
+from verl_rc.config.checks import check_files, check_run
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.load.arguments import COMMANDS, parse, sources_of
+from verl_rc.config.load.given import combinations, given_tree
+from verl_rc.config.load.problems import in_sentences
+from verl_rc.config.load.show import show
+from verl_rc.config.run import RunConfig
+from verl_rc.config.secrets import override_without_secrets, public_values
+
+Schema = TypeVar("Schema", bound=StrictModel)
+
+
+def load_run_config(arguments: Sequence[str]) -> RunConfig:
+    """The configuration that a command line means, checked as far as possible without touching files or Ray.
+
+    Raises ``ConfigError``.
+    """
+    config = load_config(RunConfig, arguments)
+    check_run(config)
+    return config
+
+
+def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
+    """Compose and validate any schema. ``arguments`` as on the command line: overrides, choices of groups, ``--config-name``,
+    ``--config-path`` and ``--config-dir``.
+
+    Raises ``ConfigError`` for everything that is wrong with them.
+    """
+    given = parse(arguments)
+    command = next((name for name in COMMANDS if getattr(given, name)), None)
+    if command is not None:
+        raise ConfigError(f"--{command.replace('_', '-')} belongs to python -m verl_rc.main_ppo; drop it here.")
+    return _load(schema, given)
+
+
+def run_with_config(schema: type[Schema], run: Callable[[Schema], None], prog: str) -> None:
+    """Process entry: load ``sys.argv``, run, and exit 0; 2 for a configuration mistake, 1 for a failure, 130 for
+    Ctrl-C.
+    """
+    try:
+        given = parse(sys.argv[1:])
+        if given.multirun:
+            _run_all(schema, run, given)
+        elif not show(schema, given, prog):
+            run(_checked(_load(schema, given)))
+    except ConfigError as error:
+        sys.stderr.write(f"configuration error:\n{error}\n")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        raise SystemExit(130) from None
+
+
+def save_resolved_config(config: StrictModel, folder: Path) -> Path:
+    """Write every value of ``config`` to ``resolved_config.yaml``; the file can be given back with
+    ``--config-name``.
+    """
+    path = folder / "resolved_config.yaml"
+    path.write_text(yaml.safe_dump(public_values(config), sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _load(schema: type[Schema], given: Namespace) -> Schema:
+    settled = given_tree(schema, given)
+    try:
+        config = schema.model_validate(settled.tree)
+    except ValidationError as error:
+        raise ConfigError(in_sentences(schema, error, settled.tree)) from error
+    if isinstance(config, RunConfig):
+        settled.check(config)
+    return config
+
+
+def _checked(config: Schema) -> Schema:
+    if isinstance(config, RunConfig):
+        check_run(config)
+        check_files(config)
+    return config
+
+
+def _run_all(schema: type[Schema], run: Callable[[Schema], None], given: Namespace) -> None:
+    """A run for each combination of the values given, one after the other; all are checked before the first starts."""
+    sweep = combinations(schema, given)
+    configs = [_load(schema, parse([*sources_of(given), *overrides])) for overrides in sweep]
+    configs = [_checked(config) for config in _in_folders_of_their_own(configs)]
+    common = set.intersection(*map(set, sweep))
+    for number, (overrides, config) in enumerate(zip(sweep, configs, strict=True), start=1):
+        chosen = [override_without_secrets(override).lstrip("+") for override in overrides if override not in common]
+        sys.stderr.write(f"run {number} of {len(configs)}: {' '.join(chosen)}\n")
+        run(config)
+
+
+def _in_folders_of_their_own(configs: Sequence[Schema]) -> list[Schema]:
+    """The configurations of a sweep; runs that name one folder get one each below it, so that none goes on from another's end."""
+    leaf = "default_local_dir" if isinstance(configs[0], RunConfig) else "output_dir"
+    sections = [cast(Any, config).trainer for config in configs]
+    taken = Counter(getattr(section, leaf) for section in sections)
+    return [
+        config.model_copy(update={"trainer": section.model_copy(update={leaf: f"{getattr(section, leaf)}/{number}"})})
+        if taken[getattr(section, leaf)] > 1
+        else config
+        for number, (config, section) in enumerate(zip(configs, sections, strict=True))
+    ]

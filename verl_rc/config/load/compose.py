@@ -1,0 +1,194 @@
+"""Files, groups and overrides become one tree of what was given; Hydra does the composing."""
+
+import copy
+import functools
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from verl_rc.config.errors import ConfigError, shortened
+from verl_rc.config.nearest import nearest_key
+from verl_rc.config.rollout_correction import PRESETS
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+"""The groups that are installed with the package."""
+
+_PPO, _EMPTY, _WITH_GROUPS = "ppo_trainer", "verl_rc_empty", "verl_rc_run_file"
+_VERL_TRAINERS = {
+    f"ppo_{name}_trainer": f"{name} is not supported; drop --config-name for FSDP"
+    for name in ("megatron", "veomni", "torchtitan", "automodel")
+}
+_UNDERSCORED = re.compile(r"^\s*(rollout_(?:is|rs)_threshold)\s*:\s*([0-9.]+_[0-9._]+)\s*(?:#.*)?$", re.MULTILINE)
+
+
+class Composer:
+    """Hydra with the folders that a command line names, and the package's groups where ``has_groups``."""
+
+    def __init__(self, given: Namespace, has_groups: bool) -> None:
+        name = given.config_name or (_PPO if has_groups else _EMPTY)
+        self.primary: str = name.removesuffix(".yaml")
+        if self.primary in _VERL_TRAINERS:
+            raise ConfigError(f"--config-name={name} is refused: {_VERL_TRAINERS[self.primary]}.")
+        for folder in (given.config_path, given.config_dir):
+            if folder is not None and "://" not in folder:
+                _refuse_unquoted_thresholds(Path(folder))
+        version.setbase(None)
+        self.loader = ConfigLoaderImpl(_search_path(given, has_groups))
+        self.hydra = Hydra(task_name=self.primary, config_loader=self.loader)
+        self._has_groups = has_groups
+        self._names_files = bool(given.config_name or given.config_path or given.config_dir)
+        if has_groups and given.config_name and any(map(self.is_group, given.overrides)):
+            self.primary = self._run_file_with_groups()
+
+    def is_group(self, override: str) -> bool:
+        """Whether an override chooses a file of a group; all others set keys."""
+        group = _key_of(override).partition("@")[0]
+        return bool(group) and "." not in group and self.loader.repository.group_exists(group)
+
+    def groups(self) -> list[str]:
+        """The groups that there are, without Hydra's own."""
+        if not (self._has_groups or self._names_files):
+            return []
+        return [group for group in self.hydra.list_all_config_groups() if not group.startswith("hydra")]
+
+    def prepare_groups(self, overrides: Sequence[str]) -> list[str]:
+        """Choices of groups as Hydra wants them: with ``+`` where the defaults list has no place for them, ``~`` for none.
+
+        Raises ``ConfigError`` for a choice that does not exist and for a group that is given twice.
+        """
+        if not overrides:
+            return []
+        for group, times in Counter(map(_key_of, overrides)).items():
+            if times > 1:
+                given = " and ".join(override for override in overrides if _key_of(override) == group)
+                raise ConfigError(f"the group {group} must be given once, got {given}; drop one, or set single keys over it.")
+        listed = self._listed_groups(self.primary)
+        return [self._prepare_group(override, listed) for override in OverridesParser.create().parse_overrides([*overrides])]
+
+    def _listed_groups(self, primary: str) -> list[str]:
+        """The groups for which the defaults list of a primary configuration has a place, in its order."""
+        from_last_to_first = self.loader.compute_defaults_list(primary, [], RunMode.RUN).overrides.known_choices
+        return [*reversed(from_last_to_first)]
+
+    def _run_file_with_groups(self) -> str:
+        """A primary configuration of the run file and, over it, the package's groups that it has no place for.
+
+        Over it, because the command line, which chooses from them, wins over files.
+        """
+        listed = self._listed_groups(self.primary)
+        missing: list[Any] = [{group: None} for group in self._listed_groups(_PPO) if group not in listed]
+        ConfigStore.instance().store(name=_WITH_GROUPS, node={"defaults": [self.primary, *missing, "_self_"]})
+        return _WITH_GROUPS
+
+    def _prepare_group(self, override: Override, listed: Container[str]) -> str:
+        key, text = _key_of(str(override.input_line)), str(override.input_line).lstrip("+")
+        if override.is_delete():
+            return text
+        if override.is_sweep_override():
+            return text if key in listed else f"+{text}"
+        value = override.value()
+        if value is None:
+            return f"~{key}"
+        for choice in value if isinstance(value, list) else [value]:
+            if not self.loader.repository.config_exists(f"{override.key_or_group}/{choice}"):
+                choices = self.loader.get_group_options(override.key_or_group)
+                raise ConfigError(
+                    f"{key} must be one of {', '.join(choices)}; got {shortened(str(choice))!r}, did you mean "
+                    f"{nearest_key(str(choice), choices)}?"
+                )
+        return text if key in listed else f"+{text}"
+
+    def compose(self, of_files: Sequence[str], keys: Sequence[str]) -> DictConfig:
+        """The tree of files and groups, which the overrides ``of_files`` choose, with ``keys`` set over it."""
+        parser = OverridesParser.create()
+        for override in parser.parse_overrides([*of_files, *keys]):
+            if override.is_sweep_override():
+                raise ConfigError(
+                    f"{override.input_line} is several values: write --multirun for a run each, or "
+                    f"{override.key_or_group}=[…] for a list."
+                )
+        if self._names_files or any(override.startswith("hydra.") for override in of_files):
+            tree = _tree_of_files(self.loader, self.primary, of_files)
+        else:
+            tree = copy.deepcopy(_tree_of_package(self.primary, self._has_groups, tuple(of_files)))
+        ConfigLoaderImpl._apply_overrides_to_config(parser.parse_overrides([*keys]), tree)
+        return tree
+
+    def sweep(self, prepared: Sequence[str]) -> list[list[str]]:
+        """The overrides of every run of a sweep."""
+        parsed = OverridesParser.create(config_loader=self.loader).parse_overrides([*prepared])
+        (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        return runs
+
+
+def _tree_of_files(loader: ConfigLoaderImpl, primary: str, overrides: Sequence[str]) -> DictConfig:
+    tree = loader.load_configuration(primary, [*overrides], RunMode.RUN)
+    OmegaConf.set_struct(tree, False)
+    del tree["hydra"]
+    return tree
+
+
+@functools.lru_cache(maxsize=256)
+def _tree_of_package(primary: str, has_groups: bool, overrides: tuple[str, ...]) -> DictConfig:
+    """What the package's own files say, which do not change while a process runs."""
+    search_path = _search_path(Namespace(config_path=None, config_dir=None), has_groups)
+    return _tree_of_files(ConfigLoaderImpl(search_path), primary, overrides)
+
+
+def _search_path(given: Namespace, has_groups: bool) -> ConfigSearchPath:
+    """Where Hydra looks for files, in this order: --config-path, --config-dir, the package's folder, and the presets.
+
+    Hydra would let --config-path take the place of the package's folder; users of it want the groups all the same.
+    """
+    folders = {"main": given.config_path, "command-line": given.config_dir, "verl_rc": str(CONFIGS) if has_groups else None}
+    path = create_config_search_path(None)
+    for provider, folder in folders.items():
+        if folder is not None:
+            where = folder if "://" in folder else f"file://{Path(folder).resolve()}"
+            path.prepend(provider=provider, path=where, anchor=SearchPathQuery(provider="schema"))
+    ConfigStore.instance().store(name=_EMPTY, node={})
+    if has_groups:
+        _store_presets()
+    return path
+
+
+@functools.cache
+def _store_presets() -> None:
+    """The group ``correction``: one choice for each preset, without files."""
+    store = ConfigStore.instance()
+    for preset in PRESETS:
+        node = {"algorithm": {"rollout_correction": {"preset": preset}}}
+        store.store(group="correction", name=preset, node=node, package="_global_", provider="verl_rc presets")
+
+
+def _key_of(override: str) -> str:
+    """The key or group of an override, with the package that a group is put into."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _refuse_unquoted_thresholds(folder: Path) -> None:
+    """YAML reads 0.5_5 as the number 0.55; refuse it wherever it stands without quotes."""
+    for path in sorted(folder.rglob("*.y*ml")):
+        for found in _UNDERSCORED.finditer(path.read_text(encoding="utf-8")):
+            if isinstance(yaml.safe_load(found[2]), str):
+                continue
+            raise ConfigError(
+                f"{path}: {found[1]} must be quoted, because YAML reads {found[2]} as a number without its underscore: "
+                f'write {found[1]}: "{found[2]}".'
+            )

@@ -1,0 +1,90 @@
+"""Walking the tree of a schema: its sections, leaves and defaults."""
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+
+def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every leaf of a schema, in dotted form."""
+    for name, field in schema.model_fields.items():
+        section = section_of(field.annotation)
+        if section is None:
+            yield prefix + name
+        else:
+            yield from known_keys(section, f"{prefix}{name}.")
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is a section; None for a leaf."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
+
+
+def is_free_mapping(annotation: Any) -> bool:
+    """Whether a leaf is a mapping whose keys are the user's."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(is_free_mapping(part) for part in get_args(annotation))
+    return annotation is dict or get_origin(annotation) is dict
+
+
+def defaults(schema: type[BaseModel]) -> dict[str, Any]:
+    """The tree of all leaves that have a default."""
+    tree: dict[str, Any] = {}
+    for name, field in schema.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None:
+            tree[name] = defaults(section)
+        elif field.default is not PydanticUndefined:
+            tree[name] = field.default
+    return tree
+
+
+def default_at(schema: type[BaseModel], path: Sequence[str]) -> Any:
+    """The default of the leaf that ``path`` leads to, or of the list around it; None where there is none."""
+    section: type[BaseModel] | None = schema
+    for part in path:
+        field = None if section is None else section.model_fields.get(part)
+        if field is None:
+            return None
+        section = section_of(field.annotation)
+        if section is None:
+            return None if field.default is PydanticUndefined else field.default
+    return None
+
+
+def has_key(schema: type[BaseModel], key: str) -> bool:
+    """Whether ``key`` is a leaf, a section, or anything below a mapping whose keys are the user's."""
+    section: type[BaseModel] | None = schema
+    for part in key.split("."):
+        field = None if section is None else section.model_fields.get(part)
+        if field is None:
+            return False
+        if is_free_mapping(field.annotation):
+            return True
+        section = section_of(field.annotation)
+    return True
+
+
+def leads_to_leaf(schema: type[BaseModel], key: str) -> bool:
+    """Whether ``key`` is a leaf, lies below one, or is unknown: there is no section of the schema at it."""
+    section: type[BaseModel] | None = schema
+    for part in key.split("."):
+        if section is None or part not in section.model_fields:
+            return True
+        section = section_of(section.model_fields[part].annotation)
+    return section is None
+
+
+def needed_below(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """The leaves that have no default at or below a key that was not given."""
+    section: type[BaseModel] | None = schema
+    for part in path:
+        section = section_of(section.model_fields[part].annotation) if section and part in section.model_fields else None
+    fields = {} if section is None else section.model_fields
+    below = [leaf for name, field in fields.items() if field.is_required() for leaf in needed_below(schema, [*path, name])]
+    return below or [".".join(path)]
