@@ -12,8 +12,8 @@ import torch
 
 from verl_rc.data.batches import TokenBatch
 from verl_rc.data.fingerprint import fingerprints, require_sampled_tokens
+from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.ledger import Ledger, accounts_of_update, require_sampled_loss
-from verl_rc.ppo.reward_watch import RewardHistory
 
 SIZES = ((256, 64, 64), (256, 512, 1024), (1024, 512, 4096))
 """Rows, prompt tokens, response tokens."""

@@ -27,9 +27,8 @@ from verl_rc.data.fingerprint import TokensChangedError
 from verl_rc.driver import train, weights
 from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.guards import NonFiniteGradientsError, RewardHistory
 from verl_rc.ppo.ledger import LedgerError
-from verl_rc.ppo.nonfinite_updates import NonFiniteGradientsError
-from verl_rc.ppo.reward_watch import RewardHistory
 from verl_rc.weight_sync.proof import SyncProofError
 
 LEARNING_RATE = 0.02

@@ -8,12 +8,11 @@ from verl_rc.advantage.inputs import (
     register_advantage_estimator,
     resolve_advantage_estimator,
 )
-from verl_rc.advantage.reward_kl import KLController, apply_kl_in_reward
+from verl_rc.advantage.reward_kl import apply_kl_in_reward
 
 __all__ = [
     "AdvantageEstimator",
     "AdvantageInputs",
-    "KLController",
     "advantage_estimator_names",
     "apply_kl_in_reward",
     "compute_advantages",

@@ -1,8 +1,6 @@
-"""The divergence from the reference policy as part of the reward, and the control of its weight."""
+"""The divergence from the reference policy as part of the reward."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -45,41 +43,3 @@ def apply_kl_in_reward(
     mask = response_mask.bool()
     divergence = kl_penalty(log_probs, ref_log_probs, kind).detach().where(mask, 0)
     return token_level_scores - kl_coef * divergence, divergence.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
-
-
-@dataclass(frozen=True)
-class KLController:
-    """The weight β of the divergence, and how it follows what was observed (arXiv:1909.08593, section 2.2).
-
-    A value: `updated` returns the next one. All of it belongs in a checkpoint (`dataclasses.asdict`).
-
-    Attributes:
-        kl_coef: β, in units of reward per nat, >= 0 (`algorithm.kl_ctrl.kl_coef`).
-        target_kl: the divergence aimed at, nats per token, > 0; None keeps β fixed (`algorithm.kl_ctrl.type=fixed`).
-        horizon: rows that a relative error of 1 would need to double β, > 0 (`algorithm.kl_ctrl.horizon`).
-    """
-
-    kl_coef: float
-    target_kl: float | None = None
-    horizon: int = 10_000
-
-    def __post_init__(self) -> None:
-        """Refuses a controller that could not control."""
-        if self.kl_coef < 0:
-            raise ValueError(f"algorithm.kl_ctrl.kl_coef must be >= 0, got {self.kl_coef}")
-        if self.target_kl is not None and not self.target_kl > 0:
-            raise ValueError(f"algorithm.kl_ctrl.target_kl must be > 0, got {self.target_kl}")
-        if not self.horizon > 0:
-            raise ValueError(f"algorithm.kl_ctrl.horizon must be > 0, got {self.horizon}")
-
-    def updated(self, observed_kl: float, num_rows: int) -> KLController:
-        """Returns the controller after a batch: β ← β (1 + clip(KL / target − 1, ±0.2) · rows / horizon).
-
-        Args:
-            observed_kl: nats per token; the mean over the batch's rows of `apply_kl_in_reward`'s divergence.
-            num_rows: rows of the batch.
-        """
-        if self.target_kl is None:
-            return self
-        error = min(max(observed_kl / self.target_kl - 1, -0.2), 0.2)
-        return replace(self, kl_coef=self.kl_coef * (1 + error * num_rows / self.horizon))

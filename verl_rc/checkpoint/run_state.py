@@ -14,7 +14,7 @@ from verl_rc import __version__
 from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.metrics.sinks.health import HealthHistory
 from verl_rc.ppo.control import MovedControl
-from verl_rc.ppo.reward_watch import RewardHistory
+from verl_rc.ppo.guards import RewardHistory
 
 FORMAT_VERSION = 2
 """Of the run state; a change of its fields or of their meaning raises it. Format 1 is read too."""

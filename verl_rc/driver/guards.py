@@ -8,8 +8,8 @@ from verl_rc.data.fingerprint import require_sampled_tokens
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.ledger import require_sampled_loss
-from verl_rc.ppo.reward_watch import RewardHistory
 from verl_rc.ppo.train_batch import ScoredStep
 
 MISMATCH_METRIC = "rollout_corr/k3_kl"

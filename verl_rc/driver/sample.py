@@ -19,7 +19,7 @@ from verl_rc.driver import weights
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.group_filter import informative_groups
+from verl_rc.ppo.train_batch import informative_groups
 from verl_rc.rewards.overlong import overlong_penalty
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed

@@ -14,8 +14,7 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.nonfinite_updates import count_nonfinite_updates
-from verl_rc.ppo.skipped_updates import count_skipped_updates
+from verl_rc.ppo.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
 from verl_rc.report.picture import picture_line
 

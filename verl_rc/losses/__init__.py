@@ -20,8 +20,7 @@ from verl_rc.losses.inputs import (
     register_policy_loss,
     resolve_policy_loss,
 )
-from verl_rc.losses.policy import compute_policy_loss
-from verl_rc.losses.regularisers import compute_entropy_loss, compute_kl_loss
+from verl_rc.losses.policy import compute_entropy_loss, compute_kl_loss, compute_policy_loss
 from verl_rc.losses.value import ExplainedVariance, compute_value_loss, explained_variance
 
 __all__ = [

@@ -1,12 +1,87 @@
 """The two numbers that a run may move from step to step: the weight of the KL penalty, and a rejection threshold."""
 
+import math
 from dataclasses import dataclass, replace
 
-from verl_rc.advantage import KLController
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics
-from verl_rc.ppo.adaptive_threshold import AdaptiveThreshold
+from verl_rc.correction import CorrectionStatistics, bound_for_acceptance
+
+
+@dataclass(frozen=True)
+class KLController:
+    """The weight β of the divergence, and how it follows what was observed (arXiv:1909.08593, section 2.2).
+
+    A value: `updated` returns the next one. All of it belongs in a checkpoint (`dataclasses.asdict`).
+
+    Attributes:
+        kl_coef: β, in units of reward per nat, >= 0 (`algorithm.kl_ctrl.kl_coef`).
+        target_kl: the divergence aimed at, nats per token, > 0; None keeps β fixed (`algorithm.kl_ctrl.type=fixed`).
+        horizon: rows that a relative error of 1 would need to double β, > 0 (`algorithm.kl_ctrl.horizon`).
+    """
+
+    kl_coef: float
+    target_kl: float | None = None
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        """Refuses a controller that could not control."""
+        if self.kl_coef < 0:
+            raise ValueError(f"algorithm.kl_ctrl.kl_coef must be >= 0, got {self.kl_coef}")
+        if self.target_kl is not None and not self.target_kl > 0:
+            raise ValueError(f"algorithm.kl_ctrl.target_kl must be > 0, got {self.target_kl}")
+        if not self.horizon > 0:
+            raise ValueError(f"algorithm.kl_ctrl.horizon must be > 0, got {self.horizon}")
+
+    def updated(self, observed_kl: float, num_rows: int) -> "KLController":
+        """Returns the controller after a batch: β ← β (1 + clip(KL / target − 1, ±0.2) · rows / horizon).
+
+        Args:
+            observed_kl: nats per token; the mean over the batch's rows of `apply_kl_in_reward`'s divergence.
+            num_rows: rows of the batch.
+        """
+        if self.target_kl is None:
+            return self
+        error = min(max(observed_kl / self.target_kl - 1, -0.2), 0.2)
+        return replace(self, kl_coef=self.kl_coef * (1 + error * num_rows / self.horizon))
+
+
+_MEMORY = 0.9
+"""Share of the old threshold's logarithm that a batch leaves in place."""
+
+
+@dataclass(frozen=True)
+class AdaptiveThreshold:
+    """``rollout_rs_target_acceptance``: u of the bounds 1/u to u, moved after every batch; belongs in a checkpoint.
+
+    ``ln u <- 0.9 ln u + 0.1 ln u*`` with u* the smallest bound under which the batch just seen would have had the wished share
+    accepted. A fixed threshold rejects more and more as the policies drift apart; this one holds what is kept.
+    """
+
+    threshold: float
+    """u in force, >= 1."""
+    rule: str
+    target: float
+    """Share of tokens or rows to accept, in (0, 1)."""
+
+    @classmethod
+    def of(cls, config: RolloutCorrectionConfig) -> "AdaptiveThreshold | None":
+        """What a configuration asks for, before the first batch; None when its thresholds are fixed."""
+        if config.rollout_rs_target_acceptance is None:
+            return None
+        [(rule, bound)] = config.rejection_bounds().items()
+        return cls(bound.upper, rule, config.rollout_rs_target_acceptance)
+
+    def config(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+        """``config`` with the threshold in force."""
+        return config.model_copy(update={"rollout_rs_threshold": self.threshold})
+
+    def updated(self, statistics: CorrectionStatistics) -> "AdaptiveThreshold":
+        """The threshold after a batch, of which ``statistics`` (with full diagnostics) hold the histograms."""
+        wanted = bound_for_acceptance(statistics.numbers(), self.rule, self.target)
+        if math.isnan(wanted):
+            return self
+        return replace(self, threshold=math.exp(_MEMORY * math.log(self.threshold) + (1 - _MEMORY) * math.log(wanted)))
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,8 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
         numbers.append("divided by the group's standard deviation" if algorithm.norm_adv_by_std_in_grpo else "centred only")
     baseline = _compared(plan) if advantages.compares_groups else "the critic's values" if advantages.uses_values else "none"
     rows = [("estimator", ", ".join([advantages.estimator, *numbers])), ("baseline", baseline)]
+    if advantages.spec is not None:
+        rows.insert(1, ("A", f"{advantages.spec.formula}    ({advantages.spec.source})"))
     if advantages.excludes_rejected:
         rows.append(("", "rows of which rejection keeps nothing do not count in it"))
     reward = "outcome score at the last response token"

@@ -14,7 +14,7 @@ from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
 from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.metrics.sinks.health import HealthHistory
 from verl_rc.ppo.control import MovedControl
-from verl_rc.ppo.reward_watch import RewardHistory, StepScores
+from verl_rc.ppo.guards import RewardHistory, StepScores
 
 CONFIG: dict[str, Any] = {
     "data": {"train_batch_size": 3, "shuffle": True, "seed": 1, "train_files": ["a.parquet"]},

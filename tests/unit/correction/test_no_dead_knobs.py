@@ -21,8 +21,8 @@ from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, TokenScores, p
 from verl_rc.data.samples import Samples
 from verl_rc.losses import Aggregation
 from verl_rc.ppo.control import Control
+from verl_rc.ppo.guards import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.ppo.objective import policy_objective
-from verl_rc.ppo.skipped_updates import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
 
 pytestmark = pytest.mark.usefixtures("both_ways")

@@ -16,7 +16,7 @@ from verl_rc.driver import guards
 from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.reward_watch import RewardHistory
+from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.train_batch import ScoredStep
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"

@@ -1,8 +1,46 @@
-"""A collapse is a fall of the moving mean that is large and no chance."""
+"""Updates that are skipped or not finite are counted across steps; rewards that collapse are noticed."""
 
+import math
+
+import pytest
 import torch
 
-from verl_rc.ppo.reward_watch import RewardHistory
+from verl_rc.ppo.guards import (
+    NonFiniteGradientsError,
+    RewardHistory,
+    TooManySkippedUpdatesError,
+    count_nonfinite_updates,
+    count_skipped_updates,
+)
+
+EMPTY, FULL = 0, 5
+"""Kept tokens of a mini-batch."""
+
+
+def test_an_update_in_between_starts_the_count_again() -> None:
+    in_a_row = 0
+    for step, expected in (([EMPTY, EMPTY, FULL], 0), ([EMPTY, EMPTY], 2), ([FULL], 0), ([EMPTY, EMPTY], 2)):
+        in_a_row = count_skipped_updates(in_a_row, step, limit=3)
+        assert in_a_row == expected
+
+
+def test_the_limit_holds_across_steps_and_at_once() -> None:
+    in_a_row = count_skipped_updates(0, [FULL, EMPTY, EMPTY], limit=3)
+    with pytest.raises(TooManySkippedUpdatesError, match="every token of 3 in a row"):
+        count_skipped_updates(in_a_row, [EMPTY, FULL], limit=3)
+
+
+def test_a_finite_gradient_in_between_starts_the_count_again() -> None:
+    in_a_row = 0
+    for norms, expected in (([math.nan, 1.0], 0), ([math.inf], 1), ([0.0, math.nan], 1)):
+        in_a_row = count_nonfinite_updates(in_a_row, "actor", norms, limit=2)
+        assert in_a_row == expected
+
+
+def test_the_limit_holds_across_steps_and_the_role_is_named() -> None:
+    in_a_row = count_nonfinite_updates(0, "critic", [1.0, math.nan], limit=2)
+    with pytest.raises(NonFiniteGradientsError, match="the critic's gradients must be finite, but those of 2"):
+        count_nonfinite_updates(in_a_row, "critic", [-math.inf, 1.0], limit=2)
 
 
 def scores(mean: float, count: int = 64) -> torch.Tensor:

@@ -1,10 +1,56 @@
-"""Noticing that rewards collapse: the mean score falls well below the best it has been."""
+"""Stopping a run that no longer learns: nothing is left to train on, gradients are not finite, or rewards collapse."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+class TooManySkippedUpdatesError(RuntimeError):
+    """Nothing was left of too many mini-batches in a row."""
+
+
+def count_skipped_updates(in_a_row: int, kept_tokens: Iterable[int], limit: int) -> int:
+    """Optimizer steps in a row that were skipped because no token of their mini-batch was kept.
+
+    ``in_a_row`` were skipped up to now; ``kept_tokens`` are those of each following mini-batch, in their order. Raises
+    ``TooManySkippedUpdatesError`` at ``limit`` (``algorithm.rollout_correction.max_skipped_updates``).
+    """
+    for count in kept_tokens:
+        in_a_row = 0 if count else in_a_row + 1
+        if in_a_row >= limit:
+            raise TooManySkippedUpdatesError(
+                "rollout correction must leave something of a mini-batch, but it rejected every token of "
+                f"{in_a_row} in a row. Look at rollout_corr/kl and the rollout_rs_* metrics: widen "
+                "algorithm.rollout_correction.rollout_rs_threshold, or find out why trainer and engine disagree. "
+                "algorithm.rollout_correction.max_skipped_updates sets the limit."
+            )
+    return in_a_row
+
+
+class NonFiniteGradientsError(RuntimeError):
+    """Too many gradients in a row were not finite."""
+
+
+def count_nonfinite_updates(in_a_row: int, role: str, grad_norms: Iterable[float], limit: int) -> int:
+    """Optimizer steps in a row of ``role`` that were left out because their gradient was NaN or infinite.
+
+    ``in_a_row`` were left out up to now; ``grad_norms`` are those of the following steps, in their order. Raises
+    ``NonFiniteGradientsError`` at ``limit`` (``trainer.max_nonfinite_updates``).
+    """
+    for norm in grad_norms:
+        in_a_row = 0 if math.isfinite(norm) else in_a_row + 1
+        if in_a_row >= limit:
+            raise NonFiniteGradientsError(
+                f"the {role}'s gradients must be finite, but those of {limit} optimizer steps in a row were NaN or "
+                "infinite. They were left out, so the weights are as before. Lower the learning rate, look for extreme "
+                "rewards and advantages, or compute in float32 (fsdp_config.dtype); trainer.max_nonfinite_updates sets "
+                "the limit."
+            )
+    return in_a_row
+
 
 _STANDARD_ERRORS = 4.0
 """A fall within so many standard errors of the mean may be chance."""
