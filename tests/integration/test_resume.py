@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_runs import of_folder, train
+from real_runs import left_over_processes, of_folder, train
 
 from verl_rc.checkpoint import load_full_state_dict
 from verl_rc.config.errors import ConfigError
@@ -74,9 +74,10 @@ def test_a_checkpoint_that_is_not_there_is_named(overrides: list[str], tmp_path:
     assert "there is no folder '/nowhere'" in refusal([*overrides, f"trainer.default_local_dir={tmp_path}", *options])
 
 
-def test_a_mistake_that_a_rank_finds_is_one_message(overrides: list[str], tmp_path: Path) -> None:
+def test_a_mistake_that_a_rank_finds_is_one_message_and_nothing_stays_behind(overrides: list[str], tmp_path: Path) -> None:
     options = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_prj]"]
     result = train([*overrides, f"trainer.default_local_dir={tmp_path}", *options])
     assert result.returncode == 2, result.stderr[-3000:]
     assert "must match modules" in result.stderr
     assert "Traceback" not in result.stderr
+    assert not left_over_processes()

@@ -52,20 +52,13 @@ def test_a_reward_function_that_fails_ends_the_run_with_its_sample(task: dict[st
     assert not left_over_processes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("data.max_prompt_length=5", "data.max_prompt_length"),
-        pytest.param(
-            "data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=128",
-            "data.train_batch_size",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "trainer.n_gpus_per_node=64 data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64",
-            "needs a core",
-            marks=pytest.mark.slow,
-        ),
+        ("data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=128", "data.train_batch_size"),
+        ("trainer.n_gpus_per_node=64 data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=64", "needs a core"),
     ],
 )
 def test_impossible_data_or_resources_exit_with_2(
