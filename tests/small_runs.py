@@ -4,23 +4,48 @@ import subprocess
 import sys
 from pathlib import Path
 
+import make_tiny_model
+
 ROOT = Path(__file__).parents[1]
 
 SHARE_OF_DIGITS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(a == b for a, b in zip(solution_str, str(ground_truth))) / 10 + len(solution_str) / 100
+    digits = sum(a == b for a, b in zip(solution_str, str(ground_truth))) / 10
+    return {"score": digits + len(solution_str) / 100, "acc": digits}
 """
 """A reward function under which samples of a random model differ."""
+
+
+WITH_EVERYTHING = [
+    "algorithm.adv_estimator=gae",
+    "critic.optim.lr=1e-3",
+    "critic.fsdp_config.dtype=float32",
+    "trainer.critic_warmup=2",
+    "actor_rollout_ref.ref.fsdp_config.dtype=float32",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+    "actor_rollout_ref.actor.shuffle=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "algorithm.kl_ctrl.horizon=100",
+    "actor_rollout_ref.rollout.sync_proof.canary_freq=0",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "actor_rollout_ref.actor.checkpoint.async_save=True",
+]
+"""Further overrides of a run whose next step depends on as much as possible: critic, reference, schedules, adaptive KL."""
 
 
 def make_task(folder: Path) -> dict[str, Path]:
     """``model`` and ``data`` folders made by the scripts a user would call."""
     sizes = ["--hidden_size", "64", "--intermediate_size", "96", "--num_layers", "2"]
     heads = ["--num_heads", "2", "--num_kv_heads", "1"]
-    model = ["scripts/make_tiny_model.py", "--output_dir", str(folder / "model"), *sizes, *heads]
+    make_tiny_model.main(["--output_dir", str(folder / "model"), *sizes, *heads])
     data = ["scripts/prepare_data/digits.py", "--output_dir", str(folder / "data"), "--num_train", "64", "--num_val", "8"]
-    for command in (model, [*data, "--num_sft", "64", "--num_sft_val", "8"]):
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    command = [sys.executable, *data, "--num_sft", "64", "--num_sft_val", "8"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return {"model": folder / "model", "data": folder / "data"}
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from listening_sockets import family, listening
+from real_runs import left_over_processes, of_folder, train
 from real_steps import RealRun, open_faulty_run
-from small_runs import ROOT, make_task
+from small_runs import ROOT, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_overrides
 
 from verl_rc.cluster.ray_session import start_ray
 from verl_rc.config.trainer import RayInitConfig
@@ -28,6 +29,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """``model`` and ``data`` folders."""
     return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Those of ``whole_run``, but for its folder."""
+    folder = tmp_path_factory.mktemp("reward")
+    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
+    reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
+    return [*run_overrides(task, folder / "nowhere"), reward, *WITH_EVERYTHING]
+
+
+@pytest.fixture(scope="session")
+def whole_run(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four steps with everything, as a user starts it; checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("whole")
+    result = train([*overrides, *of_folder(folder)])
+    assert result.returncode == 0, result.stderr[-3000:]
+    said = result.stdout.splitlines()
+    assert said[-2] == f"training curves: {folder / 'training_curves.png'}"
+    assert "validation accuracy: " in said[-1]
+    assert (folder / "training_curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not left_over_processes()
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,14 @@
-"""The real loop by its other ways: bypass mode, LoRA with its own reference, lent memory, two engines, sampled validation."""
+"""The real loop by its other ways: bypass mode, LoRA with its own reference, lent memory, two engines; ended by Ctrl-C."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from real_runs import left_over_processes, marked_environment
 from small_runs import ROOT, run_overrides
 
 from verl_rc.metrics import check_names
@@ -25,22 +27,37 @@ OTHER_WAYS = [
     "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
     "trainer.logger=[console,tensorboard]",
     "trainer.save_freq=2",
+    "trainer.total_epochs=1000",
+    "trainer.total_training_steps=10000",
 ]
 
 
 @pytest.fixture(scope="module")
-def finished_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def interrupted_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run in whose terminal somebody presses Ctrl-C after step 3."""
     folder = tmp_path_factory.mktemp("other_ways")
     command = [sys.executable, "-m", "verl_rc.main_ppo", *run_overrides(task, folder), *OTHER_WAYS]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
+    environment = {**marked_environment(), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        next((line for line in process.stdout if line.startswith("step 3/")), None)
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does: to the whole process group
+        _, errors = process.communicate(timeout=600)
+    assert process.returncode == 130, errors[-3000:]
+    assert errors.strip().endswith("interrupted")
     return folder
 
 
+def test_ctrl_c_ends_everything_that_the_run_started(interrupted_run: Path) -> None:
+    assert interrupted_run.is_dir()
+    assert not left_over_processes()
+
+
 @pytest.fixture(scope="module")
-def steps(finished_run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
+def steps(interrupted_run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (interrupted_run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_no_old_log_probs_are_computed_and_the_actor_reports_the_correction(steps: list[dict[str, float]]) -> None:
@@ -59,14 +76,14 @@ def test_the_reference_is_the_actor_before_training(steps: list[dict[str, float]
     assert "timing_s/ref" in steps[1]
 
 
-def test_validation_with_two_samples_and_tensorboard(finished_run: Path, steps: list[dict[str, float]]) -> None:
+def test_validation_with_two_samples_and_tensorboard(interrupted_run: Path, steps: list[dict[str, float]]) -> None:
     assert {"val-core/digits/acc/mean@2", "val-core/digits/acc/best@2/mean"} <= steps[0].keys()
-    assert list((finished_run / "tensorboard").iterdir())
+    assert list((interrupted_run / "tensorboard").iterdir())
 
 
-def test_the_checkpoint_of_a_lora_run_holds_the_adapters_alone(finished_run: Path) -> None:
+def test_the_checkpoint_of_a_lora_run_holds_the_adapters_alone(interrupted_run: Path) -> None:
     from verl_rc.checkpoint import load_full_state_dict
 
-    names = load_full_state_dict(finished_run / "global_step_2" / "actor").keys()
+    names = load_full_state_dict(interrupted_run / "global_step_2" / "actor").keys()
     assert names
     assert all(".lora_" in name for name in names)

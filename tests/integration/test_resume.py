@@ -1,46 +1,22 @@
-"""A run of four steps equals two steps, a stop, and two steps more: same metrics, same weights, to the last bit."""
+"""A run of four steps equals two steps, SIGTERM, and two steps more: same metrics, same weights, to the last bit."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
-from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
+from real_runs import left_over_processes, of_folder, train
 
 from verl_rc.checkpoint import load_full_state_dict
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.load import load_run_config
+from verl_rc.driver import checkpoints
+from verl_rc.driver.setup import open_run
 
-WITH_EVERYTHING = [
-    "algorithm.adv_estimator=gae",
-    "critic.optim.lr=1e-3",
-    "critic.fsdp_config.dtype=float32",
-    "trainer.critic_warmup=2",
-    "actor_rollout_ref.ref.fsdp_config.dtype=float32",
-    "actor_rollout_ref.actor.optim.lr=1e-3",
-    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-    "actor_rollout_ref.actor.shuffle=True",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "algorithm.use_kl_in_reward=True",
-    "algorithm.kl_ctrl.type=adaptive",
-    "algorithm.kl_ctrl.kl_coef=0.1",
-    "algorithm.kl_ctrl.horizon=100",
-    "actor_rollout_ref.rollout.sync_proof.canary_freq=0",
-    "trainer.total_training_steps=4",
-    "trainer.test_freq=-1",
-    "trainer.val_before_train=False",
-    "trainer.save_freq=2",
-    "actor_rollout_ref.actor.checkpoint.async_save=True",
-]
 NOT_OF_THE_TRAINING = ("timing_", "perf/", "sync/canary")
-
-
-def train(*overrides: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "verl_rc.main_ppo", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
@@ -50,33 +26,22 @@ def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.fixture(scope="module")
-def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("resume")
-    (folder / "reward.py").write_text(SHARE_OF_DIGITS)
-    reward = f"reward.custom_reward_function.path={folder / 'reward.py'}"
-    kept = [item for item in run_overrides(task, folder / "whole") if not item.startswith("trainer.rollout_data_dir")]
-    return [*kept, reward, *WITH_EVERYTHING]
-
-
-@pytest.fixture(scope="module")
-def whole_run(overrides: list[str]) -> Path:
-    result = train(*overrides)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return Path(next(item for item in overrides if item.startswith("trainer.default_local_dir")).partition("=")[2])
-
-
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(overrides: list[str], whole_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole_run / "global_step_2", tmp_path / "again" / "global_step_2")
     waiting = "actor_rollout_ref.actor.checkpoint.async_save=False"
-    result = train(*overrides, f"trainer.default_local_dir={tmp_path / 'again'}", waiting)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "2 steps are done" in result.stdout
+    again = [*overrides, *of_folder(tmp_path / "again"), waiting, "trainer.save_freq=100"]
+    terminated = train(again, "driver", "SIGTERM", "verl_rc.driver.stages:update_critic", "2", "before")
+    assert terminated.returncode == 143, terminated.stderr[-3000:]
+    assert "SIGTERM: finishing the step" in terminated.stdout
+    assert "Traceback" not in terminated.stderr
+    assert [path.name for path in (tmp_path / "again").glob("global_step_*")] == ["global_step_2"]
+    resumed = train(again)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "2 steps are done" in resumed.stdout
     expected, found = metrics_by_step(whole_run), metrics_by_step(tmp_path / "again")
-    assert list(found) == [3, 4]
-    for step in (3, 4):
-        assert found[step] == expected[step]
-        assert expected[step]["actor/grad_norm"] > 0
+    assert list(found) == list(expected) == [0, 1, 2, 3, 4]
+    for step in found:
+        assert found[step] == expected[step], step
+    assert expected[3]["actor/grad_norm"] > 0
     for role in ("actor", "critic"):
         one, two = (load_full_state_dict(folder / "global_step_4" / role) for folder in (whole_run, tmp_path / "again"))
         assert one.keys() == two.keys()
@@ -85,16 +50,23 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(overrides: list[str], 
         assert any(not torch.equal(one[name], before[name]) for name in one)
 
 
+def refusal(overrides: Sequence[str]) -> str:
+    """Why a run that is opened with ``overrides`` does not start; that is known before Ray is needed."""
+    with pytest.raises(ConfigError) as caught, open_run(load_run_config(overrides), Future()):
+        pass
+    return str(caught.value)
+
+
 def test_a_broken_newest_checkpoint_falls_back_and_another_model_is_refused(
-    overrides: list[str], whole_run: Path, tmp_path: Path
+    overrides: list[str], whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(whole_run, tmp_path / "broken")
     (tmp_path / "broken" / "global_step_4" / "run_state.json").write_text("{")
-    result = train(*overrides, f"trainer.default_local_dir={tmp_path / 'broken'}", "actor_rollout_ref.model.lora_rank=4")
-    assert result.returncode == 2, result.stderr[-3000:]
-    assert "falling back to" in result.stdout
-    assert "lora_rank was 0, now it is 4" in result.stderr
-    assert "Traceback" not in result.stderr
+    said: list[str] = []
+    monkeypatch.setattr(checkpoints, "say", lambda message, *given: said.append(message % given))
+    options = [f"trainer.default_local_dir={tmp_path / 'broken'}", "actor_rollout_ref.model.lora_rank=4"]
+    assert "lora_rank was 0, now it is 4" in refusal([*overrides, *options])
+    assert "falling back to" in said[0]
 
 
 COLLAPSING = """
@@ -117,7 +89,7 @@ def test_a_resumed_run_notices_a_collapse_of_the_reward_as_the_undisturbed_one_d
     for folder in runs:
         if folder.name == "again":
             shutil.copytree(runs[0] / "global_step_3", folder / "global_step_3")
-        result = train(*options, f"trainer.default_local_dir={folder}")
+        result = train([*options, f"trainer.default_local_dir={folder}"])
         assert result.returncode == 0, result.stderr[-3000:]
     expected, found = (metrics_by_step(folder)[4] for folder in runs)
     assert [metrics_by_step(runs[0])[step]["alerts/reward_collapse"] for step in (1, 2, 3, 4)] == [0, 0, 0, 1]
@@ -127,17 +99,15 @@ def test_a_resumed_run_notices_a_collapse_of_the_reward_as_the_undisturbed_one_d
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ("trainer.resume_mode=resume_path trainer.resume_from_path=/nowhere", "there is no folder '/nowhere'"),
-        ("actor_rollout_ref.model.lora_rank=4 actor_rollout_ref.model.target_modules=[q_prj]", "must match modules"),
-        ("actor_rollout_ref.ref.model_path=/nowhere", "actor_rollout_ref.ref.model_path must be a Hugging Face model"),
-        ("critic.model.path=/nowhere", "critic.model.path must be a Hugging Face model"),
-    ],
-)
-def test_what_cannot_be_meant_is_one_message(overrides: list[str], tmp_path: Path, bad: str, message: str) -> None:
-    result = train(*overrides, f"trainer.default_local_dir={tmp_path}", *bad.split())
+def test_a_checkpoint_that_is_not_there_is_named(overrides: list[str], tmp_path: Path) -> None:
+    options = ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"]
+    assert "there is no folder '/nowhere'" in refusal([*overrides, f"trainer.default_local_dir={tmp_path}", *options])
+
+
+def test_a_mistake_that_a_rank_finds_is_one_message_and_nothing_stays_behind(overrides: list[str], tmp_path: Path) -> None:
+    options = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_prj]"]
+    result = train([*overrides, f"trainer.default_local_dir={tmp_path}", *options])
     assert result.returncode == 2, result.stderr[-3000:]
-    assert message in result.stderr
+    assert "must match modules" in result.stderr
     assert "Traceback" not in result.stderr
+    assert not left_over_processes()

@@ -211,6 +211,7 @@ FILES = [
     ("data.train_files=nowhere.parquet", "data.train_files"),
     ("data.val_files=['here.parquet','nowhere.parquet']", "data.val_files"),
     (f"{MODEL}.path=/nowhere", f"{MODEL}.path"),
+    ("critic.model.path=/nowhere algorithm.adv_estimator=gae", "critic.model.path"),
     (f"{REF}.model_path=./nowhere {ACTOR}.use_kl_loss=True", f"{REF}.model_path"),
     ("reward.custom_reward_function.path=nowhere.py", "reward.custom_reward_function.path"),
     ("data.custom_cls.path=nowhere.py data.custom_cls.name=Own", "data.custom_cls.path"),
