@@ -165,6 +165,7 @@ def live(folder: Path, state: RunState, checkpoint: Path | None = None) -> World
 
     services = SimpleNamespace(
         config=config,
+        placement=SimpleNamespace(device="cpu", trainer_threads=1, engine_threads=1),
         folder=folder,
         tokenizer=SimpleNamespace(pad_token_id=0, batch_decode=batch_decode),
         stop_token_ids=(0,),
