@@ -37,7 +37,6 @@ PACKAGES = (
     "peft",
     "safetensors",
     "math-verify",
-    "numba",
     "wandb",
 )
 """Distributions that every run imports, beside an engine."""
