@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_rc.config.errors import shortened
+from verl_rc.config.thresholds import Threshold
 
 Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 Divergence = Literal["k1", "k2", "k3", "tv", "bkl", "kpop"]
@@ -45,6 +46,29 @@ class RejectionRule:
     def is_per_token(self) -> bool:
         """Whether single tokens are rejected; otherwise whole rows."""
         return self.scope == "token"
+
+
+@dataclass(frozen=True)
+class BoundedRule:
+    """A rejection rule with the bounds of its statistic, both inclusive."""
+
+    rule: RejectionRule
+    lower: float
+    """Smallest accepted value of the statistic; -inf: none."""
+    upper: float
+    """Largest accepted value."""
+
+    @classmethod
+    def from_threshold(cls, rule: RejectionRule, threshold: Threshold) -> "BoundedRule":
+        """k1 is minus the log-ratio, so a ratio within [L, U] is a statistic within [-ln U, -ln L]."""
+        if rule.bounds_ratio:
+            return cls(rule, -math.log(threshold.upper), -math.log(threshold.reciprocal_lower))
+        return cls(rule, -math.inf, threshold.upper)
+
+    @property
+    def name(self) -> str:
+        """The rule's name."""
+        return self.rule.name
 
 
 REJECTION_RULES: dict[str, RejectionRule] = {

@@ -1,17 +1,27 @@
 """WHAT rollout correction does: weights, rejection, and how they enter the loss."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from verl_rc.config.errors import shortened
-from verl_rc.config.rejection_rules import REJECTION_RULES, RejectionRule, nearest_name, parse_rules
+from verl_rc.config.rejection_rules import REJECTION_RULES, BoundedRule, RejectionRule, nearest_name, parse_rules
 from verl_rc.config.rollout_correction_legacy import import_legacy
 from verl_rc.config.rollout_correction_presets import PRESETS, PresetConstructors, preset_fields
 from verl_rc.config.thresholds import Threshold, parse_threshold, threshold_specs
 
-__all__ = ["PRESETS", "REJECTION_RULES", "RolloutCorrectionConfig", "WEIGHT_LEVELS", "preset_fields"]
+__all__ = [
+    "PRESETS",
+    "REJECTION_RULES",
+    "WEIGHT_LEVELS",
+    "CorrectionSettings",
+    "RolloutCorrectionConfig",
+    "WeightSettings",
+    "preset_fields",
+]
 
 _SECTION = "algorithm.rollout_correction"
 WEIGHT_LEVELS = ("token", "prefix", "sequence", "geometric")
@@ -19,6 +29,46 @@ WEIGHT_LEVELS = ("token", "prefix", "sequence", "geometric")
 
 ThresholdInput = float | str | dict[str, float] | list[Any] | None
 """A threshold as a user may write it; kept as a number or as text."""
+
+
+@dataclass(frozen=True)
+class WeightSettings:
+    """Which importance weights, and their bounds."""
+
+    level: str
+    """One of ``WEIGHT_LEVELS``."""
+    threshold: Threshold
+    """A band, or only the bound that larger weights are truncated to."""
+    batch_normalize: bool
+
+    @property
+    def is_per_row(self) -> bool:
+        """Whether all tokens of a row share one weight."""
+        return self.level in ("sequence", "geometric")
+
+
+@dataclass(frozen=True)
+class CorrectionSettings:
+    """What ``verl_rc.correction`` computes with: the options as typed values, text and short forms resolved."""
+
+    weights: WeightSettings | None
+    rules: tuple[BoundedRule, ...]
+    """Rejection rules in the order given."""
+    log_veto: float | None
+    """Log-ratio below which a single token gets its whole row rejected."""
+    opsm_threshold: float | None
+    """Mean of rollout less train log-probs, in nats, above which a row's tokens with negative advantages are rejected."""
+    nonfinite: Literal["reject_sequence", "reject_token", "neutral"]
+    """What becomes of a token whose log-prob is NaN or infinite; ``raise`` rejects its row until it raises."""
+    full: bool
+    """Whether the diagnostics beyond verl's are measured."""
+    tests_misalignment: bool
+    """Whether train and rollout policy hold the same weights but for a lag, so that ratios must have mean 1."""
+
+    @property
+    def rejects(self) -> bool:
+        """Whether anything can reject tokens whose log-probs are finite."""
+        return bool(self.rules) or self.log_veto is not None or self.opsm_threshold is not None
 
 
 class RolloutCorrectionConfig(PresetConstructors):
@@ -176,6 +226,22 @@ class RolloutCorrectionConfig(PresetConstructors):
     def weight_is_per_row(self) -> bool:
         """Whether all tokens of a row share one weight, so that rows are what the estimator averages over."""
         return self.rollout_is in ("sequence", "geometric")
+
+    def settings(self) -> CorrectionSettings:
+        """The options as typed values."""
+        weights = None
+        if self.rollout_is is not None:
+            weights = WeightSettings(self.rollout_is, self.weight_threshold(), self.rollout_is_batch_normalize)
+        veto = self.rollout_token_veto_threshold
+        return CorrectionSettings(
+            weights=weights,
+            rules=tuple(BoundedRule.from_threshold(REJECTION_RULES[n], bound) for n, bound in self.rejection_bounds().items()),
+            log_veto=None if veto is None else math.log(veto),
+            opsm_threshold=self.rollout_opsm_threshold,
+            nonfinite="reject_sequence" if self.nonfinite_logprob == "raise" else self.nonfinite_logprob,
+            full=self.diagnostics == "full",
+            tests_misalignment=not self.bypass_mode,
+        )
 
     def decided_fields(self) -> dict[str, object]:
         """What was decided, by field: what differs from the defaults, and the threshold and the loss that come into play."""

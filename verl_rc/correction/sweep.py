@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from verl_rc.correction.accounting import accounting_columns, kept_column, kept_tokens
-from verl_rc.correction.chunks import RowChunk, RowChunks, is_on_host
+from verl_rc.correction.chunks import RowChunk, RowChunks
 from verl_rc.correction.context import NUM_AGES, NUM_TURNS, RowContext
 from verl_rc.correction.histogram import log_ratio_histogram
 from verl_rc.correction.importance import weighted_tokens
@@ -24,9 +24,6 @@ from verl_rc.correction.rows import (
 )
 from verl_rc.correction.weight_statistics import row_level_weights
 
-SMALLEST_PASS = 1 << 20
-"""Positions below which the compiled loops save less than they cost: a second to load them, ten to compile them once."""
-
 
 def sweep(
     log_probs: LogProbs,
@@ -40,17 +37,6 @@ def sweep(
 
     Without ``describe`` only what decides over rows is sure to be there.
     """
-    if fits_one_pass(log_probs, resolved):
-        from verl_rc.correction.one_pass import one_pass  # noqa: PLC0415  (brings a compiler along)
-
-        return one_pass(log_probs, resolved, context, outputs, full=resolved.full and describe)
-    return _chunk_by_chunk(log_probs, resolved, context, outputs, describe)
-
-
-def _chunk_by_chunk(
-    log_probs: LogProbs, resolved: ResolvedCorrection, context: RowContext, outputs: TokenOutputs | None, describe: bool
-) -> tuple[Columns, Tensor | None]:
-    """``sweep`` on any device, tensor by tensor."""
     if outputs is not None:
         outputs.keep.fill_(True)
         if outputs.weights is not None:
@@ -92,20 +78,6 @@ def _write(outputs: TokenOutputs, chunk: RowChunk, decision: TokenDecision, weig
         chunk.write(decision.keep, outputs.keep)
     if weights is not None and outputs.weights is not None:
         chunk.write(weights.to(outputs.weights.dtype), outputs.weights)
-
-
-def fits_one_pass(log_probs: LogProbs, resolved: ResolvedCorrection) -> bool:
-    """Whether compiled loops do it: enough tokens, in the CPU's memory, and no option that only the tensor code knows."""
-    config = resolved.config
-    return (
-        log_probs.train.numel() >= SMALLEST_PASS
-        and all(is_on_host(tensor) for tensor in (log_probs.train, log_probs.rollout, log_probs.response_mask))
-        and log_probs.train.dtype == log_probs.rollout.dtype == log_probs.dtype
-        and config.rollout_is != "prefix"
-        and config.rollout_opsm_threshold is None
-        and config.nonfinite_logprob in ("reject_sequence", "raise")
-        and all(bounded.rule.divergence in ("k1", "k2", "k3") for bounded in resolved.rules)
-    )
 
 
 def _description(ratio: LogRatio, decision: TokenDecision, weights: TokenWeights | None, resolved: ResolvedCorrection) -> Columns:

@@ -39,7 +39,6 @@ PACKAGES = (
     "peft",
     "safetensors",
     "math-verify",
-    "numba",
     "wandb",
 )
 """Distributions that every run imports, beside an engine."""

@@ -1,9 +1,12 @@
 """The correction section: contradictions are refused when it is built."""
 
+import math
+
 import pytest
 from pydantic import ValidationError
 
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.rollout_correction import WEIGHT_LEVELS, RolloutCorrectionConfig, WeightSettings
+from verl_rc.config.thresholds import Threshold
 
 
 def test_the_default_measures_and_corrects_nothing() -> None:
@@ -44,3 +47,31 @@ def test_one_threshold_serves_all_rules_or_each_has_its_own() -> None:
     assert [bound.upper for bound in shared.rejection_bounds().values()] == [0.5, 0.5]
     own = RolloutCorrectionConfig(rollout_rs=["token_k1", "seq_mean_k3"], rollout_rs_threshold=["0.5_2.0", 0.01])
     assert [(bound.lower, bound.upper) for bound in own.rejection_bounds().values()] == [(0.5, 2.0), (None, 0.01)]
+
+
+@pytest.mark.parametrize("level", [None, *WEIGHT_LEVELS])
+def test_settings_are_the_options_as_typed_values(level: str | None) -> None:
+    config = RolloutCorrectionConfig.model_validate(
+        {
+            "rollout_is": level,
+            "rollout_is_threshold": 2.0 if level is None else "0.5_5.0",
+            "rollout_rs": "token_k1,seq_mean_k3,seq_sum_k1",
+            "rollout_rs_threshold": "0.5_4.0,0.01,2.0",
+            "rollout_token_veto_threshold": 0.25,
+            "nonfinite_logprob": "raise",
+        }
+    )
+    settings = config.settings()
+    if level is None:
+        assert settings.weights is None
+    else:
+        assert settings.weights == WeightSettings(level, Threshold(5.0, 0.5), batch_normalize=False)
+        assert settings.weights.is_per_row == (level in ("sequence", "geometric"))
+    bounds = [(rule.name, rule.lower, rule.upper) for rule in settings.rules]
+    assert bounds == [
+        ("token_k1", pytest.approx(-math.log(4)), pytest.approx(math.log(2))),  # of minus the log-ratio
+        ("seq_mean_k3", -math.inf, 0.01),
+        ("seq_sum_k1", pytest.approx(-math.log(2)), pytest.approx(math.log(2))),
+    ]
+    assert settings.log_veto == math.log(0.25)
+    assert (settings.nonfinite, settings.full, settings.tests_misalignment) == ("reject_sequence", False, True)

@@ -6,8 +6,6 @@ from appendix_a import rows
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 
 def test_exclusive_and_overlapping_shares_add_up() -> None:
     config = RolloutCorrectionConfig(rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.8_1.25,0.05", diagnostics="full")

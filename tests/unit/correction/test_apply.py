@@ -8,8 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import apply, compute_rollout_correction, measure
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 FULL = {"rollout_is": "token", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_2.0,0.5"}
 
 

@@ -6,8 +6,6 @@ import torch
 from verl_rc.correction import RowContext, compute_rollout_correction
 from verl_rc.correction.context import group_slots, newest_version
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 
 def test_groups_by_any_id() -> None:
     assert group_slots(["b", "a", "b"], torch.device("cpu")).tolist() == [0, 1, 0]

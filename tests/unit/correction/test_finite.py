@@ -5,8 +5,6 @@ import pytest
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction.finite import NonFiniteLogProbError, require_finite
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 METRICS = {"rollout_corr/nonfinite_token_fraction": 0.02}
 
 

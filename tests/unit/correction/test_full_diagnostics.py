@@ -9,8 +9,6 @@ from appendix_a import rows
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 
 def full_metrics(**facts: torch.Tensor) -> dict[str, float]:
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=1.2, diagnostics="full")

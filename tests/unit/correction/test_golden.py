@@ -10,8 +10,6 @@ import torch
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES: list[dict[str, Any]] = json.loads((GOLDEN / "rollout_correction.json").read_text())["cases"]
 

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import measure
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 CONFIGS = [
     RolloutCorrectionConfig(),
     RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="0.5_2.0", diagnostics="full"),

@@ -25,8 +25,6 @@ from verl_rc.ppo.guards import TooManySkippedUpdatesError, count_skipped_updates
 from verl_rc.ppo.objective import policy_objective
 from verl_rc.ppo.train_batch import build_train_batch
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 METRICS_ONLY = {"diagnostics"}
 """Options that change what is measured, never what is trained on."""
 RUN_CONTROL = {"max_skipped_updates", "nonfinite_stop_fraction"}

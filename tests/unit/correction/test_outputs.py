@@ -11,7 +11,6 @@ from verl_rc.correction.resolved import ResolvedCorrection
 from verl_rc.correction.sweep import sweep
 
 
-@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_every_output_is_written(level: str) -> None:
     train, rollout, mask = random_case(9, 7, seed=3)

@@ -14,8 +14,6 @@ import torch
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
 from verl_rc.correction import RowContext, apply, compute_rollout_correction, measure
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 SAFE = 20.0
 BOUNDS = {"k1": (0.7, 1.6), "k2": 0.08, "k3": 0.08, "tv": 0.05, "bkl": 0.02, "kpop": 0.03}
 ROW_BOUNDS = {"seq_sum": {"k1": (0.5, 1.8), "k2": 0.3, "k3": 0.3}, "seq_mean": {"k1": (0.9, 1.2), "k2": 0.06, "k3": 0.06}}

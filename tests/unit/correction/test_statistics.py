@@ -7,8 +7,6 @@ from appendix_a import random_case
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import measure
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 
 def test_an_all_reduce_of_its_tensors_equals_merging() -> None:
     config = RolloutCorrectionConfig(rollout_is="token", diagnostics="full")

@@ -9,8 +9,6 @@ from torch import Tensor
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction, measure
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 PLAN = ["ttt...tttt", "tttttttttt", ".tt.t.....", "tttt.ttt.."]
 """``t``: a token of the policy's, ``.``: of a tool, or padding."""
 

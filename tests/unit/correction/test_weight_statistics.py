@@ -6,8 +6,6 @@ from appendix_a import rows
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction
 
-pytestmark = pytest.mark.usefixtures("both_ways")
-
 
 @pytest.mark.parametrize(("level", "largest", "smallest"), [("token", 1.052502, 0.778445), ("sequence", 1.2, 0.165299)])
 def test_extreme_row_means_of_the_appendix(level: str, largest: float, smallest: float) -> None:
