@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 from verl_rc.config.named_functions import NamedFunctions
+from verl_rc.tensor_ops.groups import group_numbers
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,8 @@ def make_groups(group_ids: Sequence[Hashable] | Tensor, counted: Tensor) -> Grou
     rows = counted.shape[0]
     if len(group_ids) != rows:
         raise ValueError(f"group_ids must name the prompt of each of the {rows} rows; got {len(group_ids)} identifiers")
-    if isinstance(group_ids, Tensor):
-        ordered, order = group_ids.to(counted.device).sort()
-        starts = torch.ones_like(ordered, dtype=torch.bool)
-        starts[1:] = ordered[1:] != ordered[:-1]
-        index = torch.empty_like(order).scatter(0, order, starts.cumsum(0) - 1)
-        return Groups(index, counted, rows)
-    numbers: dict[Hashable, int] = {}
-    index = torch.tensor([numbers.setdefault(name, len(numbers)) for name in group_ids], dtype=torch.int64)
-    return Groups(index.to(counted.device), counted, len(numbers))
+    num_groups = rows if isinstance(group_ids, Tensor) else len(set(group_ids))
+    return Groups(group_numbers(group_ids, counted.device), counted, num_groups)
 
 
 @dataclass(frozen=True)

@@ -6,241 +6,172 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.linalg import vecdot
 
-from verl_rc.correction.chunks import RowChunk
+from verl_rc.correction.rows import LogProbs
+from verl_rc.correction.totals import Extremes
 
 SAFETY_BOUND = 20.0
 """Log-ratios (or their sums and means) are bounded by ±20 before exp: e^20 = 4.85e8."""
-
 PROBABILITY_MARGIN = 1e-8
 """Probabilities are kept this far from 0 and 1 before their logarithms are taken."""
 
 
 @dataclass(frozen=True)
-class LogProbs:
-    """Log-probs of the sampled tokens under two policies. Raises ``ValueError`` unless all three have one shape ``[B, T]``."""
+class RowSums:
+    """What the log-probs of rows add up to, float64 ``[B]``."""
 
-    train: Tensor
-    """Under the train policy, nats."""
-    rollout: Tensor
-    """Under the rollout policy, nats."""
-    response_mask: Tensor
-    """True (or not 0) for tokens the policy produced."""
+    tokens: Tensor
+    """Valid tokens: response tokens with two finite log-probs."""
+    response_tokens: Tensor
+    log_ratio: Tensor
+    """``sum_t l_t`` over the valid tokens, unbounded."""
 
-    def __post_init__(self) -> None:
-        if not self.train.shape == self.rollout.shape == self.response_mask.shape or self.train.ndim != 2:
-            raise ValueError(
-                "train_log_probs, rollout_log_probs and response_mask must have one shape [B, T]; got "
-                f"{list(self.train.shape)}, {list(self.rollout.shape)} and {list(self.response_mask.shape)}"
-            )
+    @cached_property
+    def real(self) -> Tensor:
+        """1 for rows with valid tokens, which means over rows are taken of, and 0 for all others."""
+        return self.tokens.clamp_max(1.0)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of weights: the more precise of the two, float32 at least."""
-        return _common_dtype(self.train, self.rollout)
+    def mean(self, sums: Tensor) -> Tensor:
+        """Means over the valid tokens of each row, from their sums; 0 for rows without any."""
+        return sums / self.tokens.clamp_min(1.0)
 
-    def ratio(self, chunk: RowChunk) -> "LogRatio":
-        """The log-ratios of some rows."""
-        return log_ratio(chunk.of(self.train), chunk.of(self.rollout), chunk.of(self.response_mask))
+    def extremes(self, values: Tensor) -> Extremes[Tensor]:
+        """Of ``values`` ``[B]`` of rows, of those that have valid tokens."""
+        excluded = 1.0 - self.real.reciprocal()
+        return Extremes(excluded + values, excluded - values)
 
 
 @dataclass(frozen=True)
 class LogRatio:
-    """``l = log pi_train - log pi_rollout`` of some rows, and what is derived from it; what is dear to compute is kept.
+    """``l = log pi_train - log pi_rollout`` of some rows, and the statistics of tokens that rules look at.
 
-    Everything ``[B, T]`` is finite, and 0 where no token is valid: plain sums over it are masked sums. Differences, bounds and
-    counts have the precision of the log-probs (float32 at least), exponentials and sums are float64. Selecting by a mask costs
-    a CPU several times what arithmetic does, so masks take part as numbers.
+    Every ``[B, T]`` is finite, and 0 where no token is valid, so that plain sums are masked sums. Differences have the precision
+    of the log-probs (float32 at least); exponentials and sums are float64. Masks are numbers, 1 and 0: on a CPU a product takes
+    a third of the time of ``where``, and nothing infinite is left that 0 would turn into NaN.
     """
 
     values: Tensor
     """``[B, T]``, nats, unbounded."""
     ones: Tensor
-    """``[B, T]``: 1 for ``valid`` tokens, response tokens with two finite log-probs, and 0 elsewhere."""
-    response_mask: Tensor
-    """bool ``[B, T]``: tokens the policy produced."""
+    """``[B, T]``: 1 for valid tokens, that is response tokens with two finite log-probs, and 0 elsewhere."""
     response: Tensor
-    """The same as numbers, ``[B, T]``."""
+    """``[B, T]``: 1 for response tokens, and 0 elsewhere."""
     train_log_probs: Tensor
     """``[B, T]``, nats, as they were given: anything may stand where no token is valid."""
 
+    @classmethod
+    def from_log_probs(cls, log_probs: LogProbs) -> "LogRatio":
+        """No gradient flows through the result. What stands outside the mask is never read."""
+        train, dtype = log_probs.train.detach(), log_probs.dtype
+        difference = train.to(dtype) - log_probs.rollout.detach().to(dtype)
+        values = _finite(difference)
+        # By way of integers: a CPU turns bools to floats one by one, three times slower.
+        response = log_probs.response_mask.bool().int().to(dtype)
+        ones = torch.eq(values, difference, out=torch.empty_like(values)).mul_(response)
+        return cls(values.mul_(ones), ones, response, train)
+
     @property
     def train(self) -> Tensor:
-        """Log-probs of the valid tokens under the train policy, ``[B, T]``, nats."""
-        return finite(self.train_log_probs.to(self.values.dtype)).mul_(self.ones)
-
-    @property
-    def valid(self) -> Tensor:
-        """bool ``[B, T]``: response tokens with two finite log-probs."""
-        return self.ones.bool()
+        """Log-probs of the valid tokens under the train policy, nats."""
+        return _finite(self.train_log_probs.to(self.values.dtype)).mul_(self.ones)
 
     @cached_property
-    def _exclusion(self) -> Tensor:
-        """0 for valid tokens and -inf elsewhere, ``[B, T]``: added to something, it leaves its maxima to valid tokens."""
-        return 1.0 - self.ones.reciprocal()
+    def precise_ones(self) -> Tensor:
+        """``ones`` in float64, for arithmetic with float64: operands of two types cost a conversion each time."""
+        return self.ones.double()
 
     @cached_property
     def bounded(self) -> Tensor:
-        """Token log-ratios within ±``SAFETY_BOUND``, ``[B, T]``."""
+        """Log-ratios within ±``SAFETY_BOUND``."""
         return self.values.clamp(-SAFETY_BOUND, SAFETY_BOUND)
 
     @cached_property
-    def precise(self) -> Tensor:
-        """``bounded`` in float64, ``[B, T]``."""
-        return self.bounded.double()
-
-    @cached_property
     def excess(self) -> Tensor:
-        """``rho - 1 = exp(bounded l) - 1``, float64 ``[B, T]``, exact near 0."""
-        return torch.expm1(self.precise)
+        """``rho - 1 = exp(bounded l) - 1``, float64, exact near 0."""
+        # Log-ratios are often 1e-4 and less: exp(l) - 1 would keep few of their digits in float64 and none in float32.
+        return torch.expm1(self.bounded.double())
 
-    @cached_property
+    @property
     def k1(self) -> Tensor:
-        """``-l``, ``[B, T]``."""
+        """``-l``."""
         return -self.bounded
 
     @cached_property
     def k2(self) -> Tensor:
-        """``l^2 / 2``, ``[B, T]``."""
+        """``l^2 / 2``."""
         return self.bounded.square().mul_(0.5)
 
     @cached_property
     def k3(self) -> Tensor:
-        """``exp(l) - 1 - l >= 0``, float64 ``[B, T]``."""
-        return (self.excess - self.precise).clamp_min_(0.0)
+        """``exp(l) - 1 - l >= 0``, float64."""
+        # Near 0 both terms agree in most digits, and what rounding leaves of their difference can be negative.
+        return (self.excess - self.bounded.double()).clamp_min_(0.0)
 
     @cached_property
     def probabilities(self) -> tuple[Tensor, Tensor]:
-        """Of the sampled tokens under train and rollout, float64 ``[B, T]``, kept ``PROBABILITY_MARGIN`` away from 0 and 1."""
-        log_train = self.train.double()
-        train, rollout = log_train.exp(), (log_train - self.values).exp_()
-        low, high = PROBABILITY_MARGIN, 1.0 - PROBABILITY_MARGIN
-        return train.clamp_(low, high), rollout.clamp_(low, high)
+        """Of the sampled tokens under train and rollout, float64, kept ``PROBABILITY_MARGIN`` away from 0 and 1."""
+        log_train, low, high = self.train.double(), PROBABILITY_MARGIN, 1.0 - PROBABILITY_MARGIN
+        return log_train.exp().clamp_(low, high), (log_train - self.values).exp_().clamp_(low, high)
 
     @cached_property
     def tv(self) -> Tensor:
-        """``|p - q|``, the total variation between the two policies with all other tokens taken together, ``[B, T]``."""
+        """``|p - q|``, the total variation between the two policies with all other tokens taken together."""
         train, rollout = self.probabilities
         return (train - rollout).abs_()
 
     @cached_property
     def bkl(self) -> Tensor:
-        """``q ln(q/p) + (1-q) ln((1-q)/(1-p))``, KL(rollout || train) of the same, ``[B, T]`` (DPPO, arXiv:2602.04879)."""
+        """``q ln(q/p) + (1-q) ln((1-q)/(1-p))``, KL(rollout || train) of the same (DPPO, arXiv:2602.04879)."""
         train, rollout = self.probabilities
         return _binary_kl(rollout, train)
 
     @cached_property
     def kpop(self) -> Tensor:
-        """The larger of the two directions of the binary KL, ``[B, T]`` (KPop, arXiv:2606.15079)."""
+        """The larger of the two directions of the binary KL (KPop, arXiv:2606.15079)."""
         train, rollout = self.probabilities
         return torch.maximum(_binary_kl(rollout, train), _binary_kl(train, rollout))
-
-    @cached_property
-    def tokens(self) -> Tensor:
-        """Valid tokens of each row, ``[B]``."""
-        return row_count(self.ones)
-
-    @cached_property
-    def response_tokens(self) -> Tensor:
-        """Response tokens of each row, ``[B]``."""
-        return row_count(self.response)
-
-    @cached_property
-    def highest(self) -> Tensor:
-        """Largest log-ratio of each row, ``[B]``; -inf for a row without valid tokens."""
-        return self.row_max(self.values)
-
-    @cached_property
-    def negated_lowest(self) -> Tensor:
-        """Minus the smallest log-ratio of each row, ``[B]``; -inf for a row without valid tokens."""
-        return self.row_negated_min(self.values)
-
-    def extremes(self, name: str) -> tuple[Tensor, Tensor]:
-        """``row_max`` and ``row_negated_min`` of the statistic of a rule, by the name of its property."""
-        if name == "k1":
-            return self.of_bounded(self.negated_lowest), self.of_bounded(self.highest)
-        return self.row_max(self.divergence(name)), self.row_negated_min(self.divergence(name))
-
-    def of_bounded(self, extreme: Tensor) -> Tensor:
-        """The extreme of ``bounded``, from that of ``values``."""
-        return extreme.clamp(-SAFETY_BOUND, SAFETY_BOUND).masked_fill(self.tokens == 0, -torch.inf)
 
     def divergence(self, name: str) -> Tensor:
         """The statistic of a rule, by the name of its property."""
         values: Tensor = getattr(self, name)
         return values
 
-    def row_max(self, values: Tensor) -> Tensor:
-        """Largest of finite ``values`` ``[B, T]`` over each row's valid tokens, ``[B]``; -inf for a row without any."""
-        if values.shape[-1] == 0:
-            return self.tokens.new_full(values.shape[:1], -torch.inf)
-        return (values + self._exclusion).amax(dim=-1)
+    @cached_property
+    def rows(self) -> RowSums:
+        """What each row adds up to."""
+        # A count is exact in float32, too, up to 16 million.
+        return RowSums(self.ones.sum(dim=-1).double(), self.response.sum(dim=-1).double(), row_sum(self.values))
 
-    def row_negated_min(self, values: Tensor) -> Tensor:
-        """Minus the smallest of finite ``values`` ``[B, T]`` over each row's valid tokens, ``[B]``; -inf without any."""
-        if values.shape[-1] == 0:
-            return self.tokens.new_full(values.shape[:1], -torch.inf)
-        return (self._exclusion - values).amax(dim=-1)
+    def holds(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
+        """1 where ``compare(values, bound)``, such as ``torch.gt``, is True and 0 elsewhere, ``[B, T]``."""
+        # Comparisons that write bools take three times as long on a CPU.
+        return compare(values, bound, out=torch.empty_like(self.ones))
 
-    def count_above(self, values: Tensor, bound: float) -> Tensor:
-        """Each row's valid tokens with ``values > bound``, ``[B]``; ``values`` are 0 where no token is valid."""
-        above = holds(torch.gt, values, bound)
-        return row_count(above if bound >= 0.0 else above.mul_(self.ones))
+    def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
+        """Of how many valid tokens in each row ``compare(values, bound)`` is True, float64 ``[B]``."""
+        counts: Tensor = vecdot(self.holds(compare, values, bound), self.ones)
+        return counts.double()
 
-    def count_below(self, values: Tensor, bound: float) -> Tensor:
-        """Each row's valid tokens with ``values < bound``, ``[B]``; ``values`` are 0 where no token is valid."""
-        below = holds(torch.lt, values, bound)
-        return row_count(below if bound <= 0.0 else below.mul_(self.ones))
-
-
-def finite(values: Tensor) -> Tensor:
-    """``values`` with 0 in place of NaN and infinities; a copy."""
-    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def holds(compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
-    """1 where ``compare(values, bound)``, such as ``torch.gt``, is True and 0 elsewhere: a CPU is slow to write bools."""
-    return compare(values, bound, out=torch.empty_like(values))
-
-
-def as_numbers(where: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 where the bools are True and 0 elsewhere, by way of bytes: a CPU turns bools to floats one by one."""
-    return where.view(torch.uint8).to(dtype)
-
-
-def row_count(numbers: Tensor) -> Tensor:
-    """Sum of each row ``[B, T]`` of zeros and ones, ``[B]``; exact up to 2^24 of them."""
-    return numbers.sum(dim=-1)
-
-
-def true_per_row(where: Tensor) -> Tensor:
-    """How many of each row ``[B, T]`` are True, int32 ``[B]``."""
-    return where.sum(dim=-1, dtype=torch.int32)
+    def extremes(self, values: Tensor) -> Extremes[Tensor]:
+        """Of finite ``values`` ``[B, T]`` over each row's valid tokens, float64 ``[B]``."""
+        if values.shape[-1] == 0:  # amax of nothing is an error
+            nothing = torch.full_like(self.rows.tokens, -torch.inf)
+            return Extremes(nothing, nothing)
+        # 0 for valid tokens and -inf elsewhere: added to something, it leaves the maximum to valid tokens.
+        excluded = 1.0 - (self.precise_ones if values.dtype == torch.float64 else self.ones).reciprocal()
+        return Extremes((excluded + values).amax(dim=-1).double(), (excluded - values).amax(dim=-1).double())
 
 
 def row_sum(values: Tensor) -> Tensor:
-    """Sum of each row ``[B, T]``, added up in float64, ``[B]``."""
+    """Sum of each row ``[B, T]``, float64 ``[B]``."""
+    # Thousands of float32 terms would lose the digits that tell a gap of 1e-5 from none.
     return values.sum(dim=-1, dtype=torch.float64)
 
 
-def log_ratio(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> LogRatio:
-    """Log-ratios of the response tokens; no gradient flows through them.
-
-    Arguments are ``[B, T]``, log-probs in nats. A token whose log-prob is not finite under either policy is not ``valid``: it
-    takes part in no statistic and has log-ratio 0 here. What stands outside the mask is never read.
-    """
-    mask = response_mask.bool()
-    dtype = _common_dtype(train_log_probs, rollout_log_probs)
-    train = train_log_probs.detach()
-    difference = train.to(dtype) - rollout_log_probs.detach().to(dtype)
-    values = finite(difference)
-    response = as_numbers(mask, dtype)
-    ones = holds(torch.eq, values, difference).mul_(response)
-    return LogRatio(values.mul_(ones), ones, mask, response, train)
-
-
-def _common_dtype(train_log_probs: Tensor, rollout_log_probs: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(train_log_probs.dtype, rollout_log_probs.dtype), torch.float32)
+def _finite(values: Tensor) -> Tensor:
+    """``values`` with 0 in place of NaN and infinities; a copy."""
+    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _binary_kl(first: Tensor, second: Tensor) -> Tensor:

@@ -1,175 +1,169 @@
-"""Rejection rules: statistics of the divergence between train and rollout policy, and the tokens or rows they keep."""
+"""Rejection rules: which tokens and rows the divergence between train and rollout policy excludes from the loss."""
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_rc.config.rejection_rules import RejectionRule
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction.log_ratio import LogRatio, as_numbers, holds, row_sum
+from verl_rc.config.rejection_rules import BoundedRule
+from verl_rc.config.rollout_correction import CorrectionSettings
+from verl_rc.correction.log_ratio import LogRatio, RowSums, row_sum
+from verl_rc.correction.totals import Mean, Moments, RuleTotals
+
+Means = dict[str, Mean[Tensor]]
+"""By name of the metric what every row adds to a mean or a share."""
 
 
 @dataclass(frozen=True)
-class Limit:
-    """What lies beyond one side of a rule's bounds."""
+class Verdict:
+    """What is rejected of some rows, 1, else 0, by cause: the name of a rule, ``veto``, ``opsm`` or ``nonfinite``."""
 
-    compare: Callable[..., Tensor]
-    """``torch.gt`` or ``torch.lt``: ``compare(statistic, bound)`` is True beyond."""
-    bound: float
-    """Infinite where there is none."""
-
-
-@dataclass(frozen=True)
-class BoundedRule:
-    """A rejection rule with the bounds of its statistic, both inclusive."""
-
-    rule: RejectionRule
-    """What it looks at."""
-    upper: float
-    """Largest accepted value of the statistic."""
-    lower: float | None = None
-    """Smallest accepted value; None: no bound. k1 = -log ratio, so a ratio in [L, U] is a statistic in [-ln U, -ln L]."""
+    tokens: dict[str, Tensor]
+    """``[b, t]``: response tokens that are rejected by themselves."""
+    rows: dict[str, Tensor]
+    """float64 ``[b]``: rows that are rejected as a whole."""
+    keep_tokens: Tensor | None
+    """``[b, t]``: 0 for tokens that are rejected by themselves, 1 elsewhere. None: there are none."""
+    keep_rows: Tensor
+    """float64 ``[b]``: 1 for rows that no cause rejects as a whole."""
+    response_tokens: Tensor
+    kept_by_tokens: Tensor
+    """float64 ``[b]``: response tokens that are not rejected by themselves."""
 
     @property
-    def name(self) -> str:
-        """The rule's name."""
-        return self.rule.name
-
-    def accepts(self, statistic: Tensor) -> Tensor:
-        """bool, same shape: within the bounds."""
-        kept = statistic <= self.upper
-        return kept if self.lower is None else kept & (statistic >= self.lower)
-
-    def rejects(self, statistic: Tensor) -> Tensor:
-        """The same the other way round as numbers of the statistic's type: 1 outside the bounds, 0 within."""
-        outside = holds(torch.gt, statistic, self.upper)
-        return outside if self.lower is None else outside.add_(holds(torch.lt, statistic, self.lower))
-
-    def clamp(self, statistic: Tensor) -> Tensor:
-        """The statistic, moved to the nearest bound where it lies outside."""
-        return statistic.clamp(min=self.lower, max=self.upper)
+    def kept(self) -> Tensor:
+        """float64 ``[b]``: response tokens that are kept."""
+        return self.kept_by_tokens * self.keep_rows
 
     @property
-    def clamped_zero(self) -> float:
-        """``clamp(0)``: what the statistic of two policies that agree becomes."""
-        return min(max(0.0, -math.inf if self.lower is None else self.lower), self.upper)
-
-    @property
-    def limits(self) -> tuple[Limit, Limit]:
-        """Beyond the user's upper bound, and beyond the lower one. Those of k1 bound the ratio ``exp(-statistic)``."""
-        above = Limit(torch.gt, self.upper)
-        if self.lower is None:
-            return above, Limit(torch.lt, -math.inf)
-        return Limit(torch.lt, self.lower), above
-
-    def beyond(self, statistic: Tensor) -> tuple[Tensor, Tensor]:
-        """bool twice, same shape: beyond either limit."""
-        high, low = self.limits
-        return high.compare(statistic, high.bound), low.compare(statistic, low.bound)
+    def rejected_rows(self) -> Tensor:
+        """bool ``[b]``: rows with response tokens of which none is kept."""
+        return (self.response_tokens > 0) & (self.kept == 0)
 
 
-def bounded_rules(config: RolloutCorrectionConfig) -> list[BoundedRule]:
-    """The rules of ``config`` in the order given. k1 thresholds bound the *ratio*: ``lower <= pi_train/pi_rollout <= upper``."""
-    bounds = config.rejection_bounds()
-    rules = []
-    for rule in config.rejection_rules():
-        threshold = bounds[rule.name]
-        if rule.bounds_ratio:
-            upper, lower = -math.log(threshold.reciprocal_lower), -math.log(threshold.upper)
-            rules.append(BoundedRule(rule, upper, lower))
-        else:
-            rules.append(BoundedRule(rule, threshold.upper))
-    return rules
+def judge(ratio: LogRatio, settings: CorrectionSettings, statistics: dict[str, Tensor], advantages: Tensor | None) -> Verdict:
+    """Judge every token and every row by itself. Rows without valid tokens are rejected only for log-probs that are not finite.
 
-
-def row_aggregates(ratio: LogRatio, rules: list[BoundedRule]) -> dict[str, Tensor]:
-    """Columns ``[B]`` the ``seq_*`` rules are computed from: ``k2.sum``, ``k2.max``, … over each row's valid tokens."""
-    columns: dict[str, Tensor] = {}
-    for bounded in rules:
-        rule = bounded.rule
-        if rule.scope in ("seq_sum", "seq_mean"):
-            columns[f"{rule.divergence}.sum"] = row_sum(ratio.divergence(rule.divergence))
-        elif rule.scope == "seq_max":  # all of them are >= 0
-            columns[f"{rule.divergence}.max"] = ratio.row_max(ratio.divergence(rule.divergence)).clamp_min(0.0)
-    return columns
-
-
-def row_statistic(rule: RejectionRule, columns: Mapping[str, Tensor]) -> Tensor:
-    """The statistic ``[B]`` of a ``seq_*`` rule: sum, mean or maximum over the row's tokens; 0 for a row without any."""
-    if rule.scope == "seq_max":
-        return columns[f"{rule.divergence}.max"]
-    total = columns[f"{rule.divergence}.sum"]
-    return total if rule.scope == "seq_sum" else total / columns["tokens"].clamp_min(1.0)
-
-
-@dataclass(frozen=True)
-class TokenDecision:
-    """What the rules for tokens say about some rows."""
-
-    keep: Tensor | None
-    """bool ``[B, T]``; True outside the response mask, where there is nothing to judge. None: nothing is rejected."""
-    rejected: dict[str, Tensor]
-    """By name of the rule, ``[B, T]``: 1 for tokens that it rejects, 0 elsewhere."""
-
-
-def decide_tokens(
-    ratio: LogRatio, rules: list[BoundedRule], config: RolloutCorrectionConfig, advantages: Tensor | None
-) -> TokenDecision:
-    """Judge every token. ``advantages`` ``[B, T]`` are for rules that look at their sign; ``ValueError`` when one misses them.
-
-    Tokens without finite log-probs are judged like a ratio of 1 under ``nonfinite_logprob=neutral``, and else by no rule.
+    ``statistics`` are those of the ``seq_*`` rules. ``advantages`` ``[b, t]`` serve the rule that looks at their sign;
+    ``ValueError`` when it misses them. Tokens without finite log-probs are judged like a ratio of 1 under
+    ``nonfinite_logprob=neutral``, and else by no rule.
     """
-    neutral = config.nonfinite_logprob == "neutral"
-    judged = ratio.response if neutral else ratio.ones
-    rejected = {
-        bounded.name: bounded.rejects(ratio.divergence(bounded.rule.divergence)).to(judged.dtype).mul_(judged)
-        for bounded in rules
-        if bounded.rule.is_per_token
-    }
-    if config.rollout_opsm_threshold is not None:
-        rejected["opsm"] = as_numbers(_masked_by_sign(ratio, config.rollout_opsm_threshold, advantages), judged.dtype)
-    causes = list(rejected.values())
-    if config.nonfinite_logprob == "reject_token":
-        causes.append(ratio.response - ratio.ones)
-    if not causes:
-        return TokenDecision(None, rejected)
-    times = causes[0] if len(causes) == 1 else torch.stack(causes).sum(dim=0)
-    return TokenDecision(holds(torch.eq, times, 0.0).bool(), rejected)
+    tokens: dict[str, Tensor] = {}
+    rows: dict[str, Tensor] = {}
+    for rule in settings.rules:
+        if rule.rule.is_per_token:
+            statistic = ratio.divergence(rule.rule.divergence)
+            outside = ratio.holds(torch.gt, statistic, rule.upper) + ratio.holds(torch.lt, statistic, rule.lower)
+            tokens[rule.name] = outside.mul_(ratio.response if settings.nonfinite == "neutral" else ratio.ones)
+        else:
+            row = statistics[rule.name]
+            rows[rule.name] = ratio.rows.real * ((row > rule.upper) | (row < rule.lower))
+    if settings.opsm_threshold is not None:
+        tokens["opsm"] = _opsm(ratio, settings.opsm_threshold, advantages)
+    if settings.log_veto is not None:
+        rows["veto"] = ratio.count(torch.lt, ratio.values, settings.log_veto).clamp_max(1.0)
+    if settings.nonfinite == "reject_token":
+        tokens["nonfinite"] = ratio.response - ratio.ones
+    elif settings.nonfinite == "reject_sequence":
+        rows["nonfinite"] = (ratio.rows.tokens < ratio.rows.response_tokens).double()
+    keep_rows = (_times(rows) == 0).double() if rows else torch.ones_like(ratio.rows.tokens)
+    if not tokens:
+        return Verdict(tokens, rows, None, keep_rows, ratio.rows.response_tokens, ratio.rows.response_tokens)
+    keep = ratio.holds(torch.eq, _times(tokens), 0.0)
+    return Verdict(tokens, rows, keep, keep_rows, ratio.rows.response_tokens, row_sum(keep * ratio.response))
 
 
-def _masked_by_sign(ratio: LogRatio, threshold: float, advantages: Tensor | None) -> Tensor:
-    """bool ``[B, T]``: what off-policy sequence masking rejects (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
+def _times(causes: dict[str, Tensor]) -> Tensor:
+    """How many of some causes reject each token, or each row."""
+    first, *others = causes.values()
+    return torch.stack([first, *others]).sum(dim=0) if others else first
+
+
+def row_statistics(ratio: LogRatio, settings: CorrectionSettings) -> dict[str, Tensor]:
+    """The statistics ``[b]`` of the ``seq_*`` rules: sum, mean or maximum over a row's tokens; 0 for a row without any."""
+    statistics = {}
+    for rule in settings.rules:
+        of_tokens, scope = ratio.divergence(rule.rule.divergence), rule.rule.scope
+        if scope == "seq_max":
+            statistics[rule.name] = ratio.extremes(of_tokens).largest.clamp_min(0.0)  # all of them are >= 0
+        elif scope != "token":
+            total = row_sum(of_tokens)
+            statistics[rule.name] = total if scope == "seq_sum" else ratio.rows.mean(total)
+    return statistics
+
+
+def _opsm(ratio: LogRatio, threshold: float, advantages: Tensor | None) -> Tensor:
+    """What off-policy sequence masking rejects (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
 
     ``A_t < 0`` and ``mean_t log(pi_rollout / pi_train) > threshold`` (nats) over the row's valid tokens: negative samples that
     the trained policy no longer produces.
     """
     if advantages is None:
         raise ValueError(f"rollout_opsm_threshold={threshold} looks at the sign of the advantages: pass advantages [B, T]")
-    drift = -row_sum(ratio.values) / ratio.tokens.clamp_min(1.0)
-    return ratio.response_mask & (drift > threshold)[:, None] & (advantages < 0)
+    drifted = -ratio.rows.mean(ratio.rows.log_ratio) > threshold
+    return ratio.holds(torch.lt, advantages, 0.0).mul_(ratio.response).mul_(drifted[:, None])
 
 
-def row_keep(columns: Mapping[str, Tensor], rules: list[BoundedRule], config: RolloutCorrectionConfig) -> Tensor:
-    """bool ``[B]``: rows kept by every ``seq_*`` rule, the veto and the policy for non-finite log-probs.
+def rule_totals(
+    rule: BoundedRule, rows: RowSums, statistic: Tensor, ratio: LogRatio | None = None
+) -> tuple[RuleTotals[Tensor], Means]:
+    """What every row adds to the statistics of a rule, and to the metrics that are means or shares.
 
-    The veto rejects a row when a single valid token has ``l < ln(veto)``, l being the unbounded log-ratio. Rows without
-    valid tokens pass.
+    ``statistic`` is that of tokens ``[b, t]``, of which ``ratio`` knows which are valid; or of a ``seq_*`` rule that of rows,
+    which sums over tokens take for each token of the row.
     """
-    keep = torch.ones_like(columns["tokens"], dtype=torch.bool)
-    for bounded in rules:
-        if not bounded.rule.is_per_token:
-            keep &= bounded.accepts(row_statistic(bounded.rule, columns))
-    if config.rollout_token_veto_threshold is not None:
-        keep &= ~vetoed_rows(columns, config.rollout_token_veto_threshold)
-    keep |= columns["tokens"] == 0
-    if config.nonfinite_logprob in ("reject_sequence", "raise"):
-        keep &= columns["tokens"] == columns["response_tokens"]
-    return keep
+    tokens, real, name = rows.tokens, rows.real, f"rollout_rs_{rule.name}"
+    # Clamped values are counted from the bound nearest to 0: those of two policies that agree add nothing, not even rounding.
+    clamped = statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
+    if ratio is None:
+        row, total, level, extremes = statistic, tokens * statistic, real, rows.extremes(statistic)
+        moments = Moments(tokens * clamped, tokens, tokens * clamped.square())
+        above, below = real * (row > rule.upper), real * (row < rule.lower)
+        rejected = tokens * (above + below)
+    else:
+        clamped, total, level, extremes = clamped * ratio.ones, row_sum(statistic), tokens, ratio.extremes(statistic)
+        row, moments = rows.mean(total), Moments(row_sum(clamped), tokens, row_sum(clamped.square()))
+        above, below = ratio.count(torch.gt, statistic, rule.upper), ratio.count(torch.lt, statistic, rule.lower)
+        rejected = above + below
+    rows_above, rows_below = real * (row > rule.upper), real * (row < rule.lower)
+    if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
+        above, below, rows_above, rows_below = below, above, rows_below, rows_above
+    means = {
+        f"{name}_mean": Mean(total, tokens),
+        f"{name}_masked_fraction": Mean(rejected, tokens),
+        f"{name}_seq_masked_fraction": Mean(rejected > 0, real),
+        f"{name}_fraction_high": Mean(above, level),
+        f"{name}_fraction_low": Mean(below, level),
+        f"{name}_seq_fraction_high": Mean(rows_above, real),
+    }
+    if rule.rule.bounds_ratio:
+        means[f"{name}_seq_fraction_low"] = Mean(rows_below, real)
+    return RuleTotals(moments, extremes, Moments(real * row, real, real * row.square()), rows.extremes(row)), means
 
 
-def vetoed_rows(columns: Mapping[str, Tensor], veto: float) -> Tensor:
-    """bool ``[B]``: rows with a token whose ratio is below ``veto``."""
-    return -columns["negated_log_ratio.max"] < math.log(veto)
+def cause_means(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings) -> Means:
+    """Shares of tokens and rows that the causes beside the rules find."""
+    means, rows, response = {}, ratio.rows, ratio.rows.response_tokens
+    if settings.log_veto is not None:
+        means["rollout_is_veto_fraction"] = Mean(verdict.rows["veto"], rows.real)
+        vetoing = ratio.count(torch.lt, ratio.values, settings.log_veto)
+        means["rollout_is_catastrophic_token_fraction"] = Mean(vetoing, rows.tokens)
+    if settings.opsm_threshold is not None:
+        rejected = row_sum(verdict.tokens["opsm"])
+        means["rollout_rs_opsm_masked_fraction"] = Mean(rejected, response)
+        means["rollout_rs_opsm_seq_masked_fraction"] = Mean(rejected > 0, response > 0)
+    return means
+
+
+def exclusive_fractions(ratio: LogRatio, verdict: Verdict) -> Means:
+    """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that several reject."""
+    only = {}
+    if verdict.rows:
+        once = _times(verdict.rows) == 1
+        only = {name: verdict.kept_by_tokens * rejected * once for name, rejected in verdict.rows.items()}
+    if verdict.tokens:
+        once = ratio.holds(torch.eq, _times(verdict.tokens), 1.0)
+        only |= {name: verdict.keep_rows * row_sum(rejected * once) for name, rejected in verdict.tokens.items()}
+    response = ratio.rows.response_tokens
+    fractions = {f"rollout_rs_{name}_exclusive_fraction": Mean(alone, response) for name, alone in only.items()}
+    return {**fractions, "rollout_rs_overlap_fraction": Mean(response - verdict.kept - sum(only.values()), response)}

@@ -1,200 +1,131 @@
-"""One pass over the tokens of some rows: what every row adds up to. Everything else is computed from these columns."""
+"""The rows of a batch: log-probs and facts, taken some rows at a time."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.linalg import vecdot
-
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.chunks import RowChunks, is_on_host
-from verl_rc.correction.importance import bounded_excess, token_log_weights
-from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, holds, row_count, row_sum, true_per_row
-from verl_rc.correction.rejection import BoundedRule, row_aggregates
-from verl_rc.correction.resolved import ResolvedCorrection
-
-Columns = dict[str, Tensor]
-"""Columns ``[B]``, or several as ``[n, B]``, by name, float64 once they are joined: sums over a row's valid tokens; ``*.max``
-are largest values (-inf: no token)."""
 
 
 @dataclass(frozen=True)
-class TokenWeights:
-    """Weights ``w`` of a level at which every token has its own, of some rows; ``w - 1`` is exact near 1."""
+class RowChunk:
+    """Some rows, as far as their longest response reaches."""
 
-    logs: Tensor
-    """``[B, T]``: unbounded logarithms of the raw weights; 0 where no token is valid."""
-    raw_excess: Tensor
-    """float64 ``[B, T]``: ``w - 1`` before the threshold; 0 where no token is valid."""
-    excess: Tensor
-    """float64 ``[B, T]``: ``w - 1`` after the threshold, before normalisation; 0 where no token is valid."""
-    applied: Tensor
-    """float64 ``[B, T]``: ``w`` after the threshold, before normalisation; 0 where no token is valid."""
-    written: Tensor
-    """float64 ``[B, T]``: the same, with what ``nonfinite_logprob=neutral`` gives to tokens that are not valid."""
+    rows: Tensor
+    """int64 ``[b]``."""
+    width: int
+    """Positions that are looked at; none of the rows has a response token behind them."""
 
-    @classmethod
-    def of(cls, ratio: LogRatio, resolved: ResolvedCorrection) -> "TokenWeights":
-        """Weights of level ``token`` or ``prefix``."""
-        config, threshold = resolved.config, resolved.threshold
-        assert threshold is not None
-        logs, prefix = token_log_weights(ratio, config), config.rollout_is == "prefix"
-        raw = torch.expm1(logs.clamp(-SAFETY_BOUND, SAFETY_BOUND)) if prefix else ratio.excess
-        excess = bounded_excess(raw, threshold)
-        neutral = (excess + 1.0).mul_(ratio.response) if config.nonfinite_logprob == "neutral" else None
-        if prefix:
-            logs, raw = logs * ratio.ones, raw * ratio.ones
-        if prefix or not threshold.keeps_one:
-            excess = excess * ratio.ones
-        applied = excess + ratio.ones
-        return cls(logs, raw, excess, applied, applied if neutral is None else neutral)
+    def of(self, values: Tensor) -> Tensor:
+        """These rows of ``[B]``, or of ``[B, T]`` these rows and positions."""
+        return (values if values.ndim == 1 else values[:, : self.width]).index_select(0, self.rows)
+
+    def write(self, values: Tensor, target: Tensor) -> None:
+        """Put what was computed for these rows and positions where it belongs in ``target`` ``[B, T]``."""
+        target[:, : self.width].index_copy_(0, self.rows, values)
 
 
-def deciding_columns(ratio: LogRatio, rules: list[BoundedRule], config: RolloutCorrectionConfig) -> Columns:
-    """What decides over whole rows: their weight and whether they are kept."""
-    columns = {
-        "tokens": ratio.tokens,
-        "response_tokens": ratio.response_tokens,
-        "log_ratio": row_sum(ratio.values),
-        **row_aggregates(ratio, rules),
-    }
-    if config.rollout_token_veto_threshold is not None:
-        columns["negated_log_ratio.max"] = ratio.negated_lowest
-        columns["catastrophic"] = ratio.count_below(ratio.values, math.log(config.rollout_token_veto_threshold))
-    return columns
+def chunk_positions(device: torch.device) -> int:
+    """How many positions a chunk has at most, unless a single row has more: temporaries take some 100 bytes of each."""
+    return 1 << 16 if device.type == "cpu" else 1 << 20
 
 
-def describing_columns(ratio: LogRatio, full: bool) -> Columns:
-    """What describes the gap between the policies, whatever is done about it."""
-    columns = {
-        "train": row_sum(ratio.train),
-        "bounded": row_sum(ratio.precise),
-        "excess": row_sum(ratio.excess),
-        "excess_square": vecdot(ratio.excess, ratio.excess),
-        "safety_clamped": row_count(holds(torch.ne, ratio.values, ratio.bounded)),
-    }
-    if full:
-        columns |= {
-            "exact": ratio.tokens - row_count(holds(torch.ne, ratio.values, 0.0)),
-            "log_ratio.max": ratio.highest,
-            "negated_log_ratio.max": ratio.negated_lowest,
-        }
-    return columns
+def row_chunks(response_mask: Tensor) -> list[RowChunk]:
+    """All rows of a mask ``[B, T]``, each in one chunk; at least one chunk."""
+    (rows, width), positions = response_mask.shape, chunk_positions(response_mask.device)
+    if not (rows and width and type(response_mask) is Tensor and response_mask.device.type == "cpu"):
+        order = torch.arange(rows, device=response_mask.device)
+        return [RowChunk(some, width) for some in order.split(max(positions // max(width, 1), 1))]  # type: ignore[no-untyped-call]
+    # Responses are of different lengths and mostly end long before the padding does: rows of like length together are half the
+    # work. Not on a device, nor for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
+    numbers = torch.arange(1, width + 1, dtype=torch.int32)
+    parts = response_mask.split(max(positions // width, 1))  # type: ignore[no-untyped-call]
+    ends = [(part.bool() * numbers).amax(dim=-1) for part in parts]
+    lengths, order = torch.cat(ends).sort()
+    reach, chunks, last = lengths.tolist(), [], rows
+    while last > 0:
+        longest = max(reach[last - 1], 1)
+        first = max(last - max(positions // longest, 1), 0)
+        chunks.append(RowChunk(order[first:last], longest))
+        last = first
+    return chunks
 
 
-def weight_columns(ratio: LogRatio, weights: TokenWeights, threshold: Threshold, full: bool) -> Columns:
-    """Sums and extremes of token-level weights; ``excess`` is ``w - 1``."""
-    of_tokens = weights.logs is ratio.values
-    columns = {
-        "weight.log.max": ratio.highest if of_tokens else ratio.row_max(weights.logs),
-        "weight.negated_log.max": ratio.negated_lowest if of_tokens else ratio.row_negated_min(weights.logs),
-        "weight.raw_excess": row_sum(weights.raw_excess),
-        "weight.excess": row_sum(weights.excess),
-        "weight.excess_square": vecdot(weights.excess, weights.excess),
-        "weight.square": vecdot(weights.applied, weights.applied),
-        "weight.high": ratio.count_above(weights.logs, math.log(threshold.upper)),
-        "weight.low": ratio.count_below(weights.logs, math.log(threshold.reciprocal_lower)),
-    }
-    if threshold.lower is not None:  # a band puts both ends to 0; truncation leaves them the largest and the smallest
-        columns["weight.max"] = ratio.row_max(weights.applied)
-        columns["weight.negated.max"] = ratio.row_negated_min(weights.applied)
-    if full:
-        raw = weights.raw_excess + ratio.ones
-        columns |= {
-            "weight.raw_excess_square": vecdot(weights.raw_excess, weights.raw_excess),
-            "weight.raw_square": vecdot(raw, raw),
-        }
-    return columns
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of the sampled tokens under two policies, nats. ``ValueError`` unless all three have one shape ``[B, T]``."""
+
+    train: Tensor
+    rollout: Tensor
+    response_mask: Tensor
+    """True (or not 0) for tokens the policy produced."""
+
+    def __post_init__(self) -> None:
+        if not self.train.shape == self.rollout.shape == self.response_mask.shape or self.train.ndim != 2:
+            raise ValueError(
+                "train_log_probs, rollout_log_probs and response_mask must have one shape [B, T]; got "
+                f"{list(self.train.shape)}, {list(self.rollout.shape)} and {list(self.response_mask.shape)}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of log-ratios and weights: the more precise of the two, float32 at least."""
+        return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
+
+    def of(self, chunk: RowChunk) -> "LogProbs":
+        """Those of some rows."""
+        return LogProbs(chunk.of(self.train), chunk.of(self.rollout), chunk.of(self.response_mask))
 
 
-def token_rule_columns(ratio: LogRatio, bounded: BoundedRule) -> Columns:
-    """Sums, extremes and counts of the statistic of a token rule; ``clamped`` is counted from ``bounded.clamped_zero``."""
-    divergence, name = bounded.rule.divergence, f"rule.{bounded.name}"
-    statistic, (largest, negated_smallest) = ratio.divergence(divergence), ratio.extremes(divergence)
-    clamped = bounded.clamp(statistic)
-    if bounded.clamped_zero:
-        clamped = (clamped - bounded.clamped_zero).mul_(ratio.ones)
-    above = ratio.count_above(statistic, bounded.upper)
-    below = torch.zeros_like(above) if bounded.lower is None else ratio.count_below(statistic, bounded.lower)
-    high, low = (above, below) if bounded.lower is None else (below, above)
-    return {
-        f"{name}.total": row_sum(statistic),
-        f"{name}.clamped": row_sum(clamped),
-        f"{name}.clamped_square": row_sum(clamped.square_()),
-        f"{name}.statistic.max": largest,
-        f"{name}.negated.max": negated_smallest,
-        f"{name}.high": high,
-        f"{name}.low": low,
-    }
+@dataclass(frozen=True)
+class RowContext:
+    """What diagnostics and rules may know about rows besides their log-probs; full diagnostics split their numbers by it."""
+
+    group_slots: Tensor | None = None
+    """int64 ``[B]``: rows of one prompt share a number in [0, B)."""
+    policy_versions: Tensor | None = None
+    """int64 ``[B, T]``, or ``[B]`` where a row has one: version of the weights that sampled a token."""
+    current_version: Tensor | int | None = None
+    """The version ages count from; None: ages are unknown."""
+    advantages: Tensor | None = None
+    """``[B, T]``."""
+    scores: Tensor | None = None
+    """``[B]``: outcome scores; above 0 is correct."""
+
+    def of(self, chunk: RowChunk) -> "RowContext":
+        """The facts of some rows."""
+        facts = (self.group_slots, self.policy_versions, self.advantages, self.scores)
+        slots, versions, advantages, scores = (None if values is None else chunk.of(values) for values in facts)
+        return RowContext(slots, versions, self.current_version, advantages, scores)
+
+    def ages(self, response_mask: Tensor) -> Tensor | None:
+        """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``; None if unknown."""
+        if self.policy_versions is None or self.current_version is None:
+            return None
+        return torch.where(response_mask, self.current_version - _per_token(self.policy_versions), 0)
+
+    def check(self, shape: torch.Size) -> None:
+        """Raise ``ValueError`` unless every fact fits rows of log-probs ``[B, T]``."""
+        tokens, rows = list(shape), list(shape[:1])
+        for name, value, fitting in (
+            ("advantages", self.advantages, [tokens]),
+            ("policy_versions", self.policy_versions, [tokens, rows]),
+            ("scores", self.scores, [rows]),
+            ("group_ids", self.group_slots, [rows]),
+        ):
+            if value is not None and list(value.shape) not in fitting:
+                expected = " or ".join(map(str, fitting))
+                raise ValueError(f"{name} must have shape {expected}, like the log-probs; got {list(value.shape)}")
 
 
-def age_columns(ratio: LogRatio, ages: Tensor | None, buckets: int) -> Columns:
-    """Tokens, log-ratios and k3 by age (int ``[B, T]``, updates) of the weights that sampled them.
-
-    The last bucket holds all older tokens too; without ``ages`` nothing counts.
-    """
-    if ages is None:
-        nothing = ratio.tokens.new_zeros(3, buckets, len(ratio.tokens))
-        return {"age": nothing[0, 0], "age.max": nothing[0, 0] - torch.inf, **_bucket_columns("age", *nothing)}
-    known, k3 = ages.double(), ratio.k3.to(ratio.values.dtype)
-    bucketed = known.clamp(0, buckets - 1).to(ratio.values.dtype)
-    parts = []
-    for bucket in range(buckets):
-        here = torch.eq(bucketed, bucket, out=torch.empty_like(bucketed)).mul_(ratio.ones)
-        parts.append([row_sum(here), row_sum(here * ratio.values), row_sum(here * k3)])
-    columns = {"age": row_sum(known * ratio.ones), "age.max": ratio.row_max(known)}
-    return columns | _bucket_columns("age", *(torch.stack(part) for part in zip(*parts, strict=True)))
+def newest_version(policy_versions: Tensor, response_mask: Tensor) -> Tensor:
+    """The newest version among the response tokens, an int64 scalar still on its device."""
+    lowest = torch.iinfo(torch.int64).min
+    seen = [torch.full((1,), lowest, device=policy_versions.device)]
+    for chunk in row_chunks(response_mask):
+        versions = torch.where(chunk.of(response_mask).bool(), _per_token(chunk.of(policy_versions)), lowest)
+        seen.append(versions.amax()[None] if versions.numel() else seen[0])
+    return torch.cat(seen).amax()
 
 
-def turn_columns(ratio: LogRatio, buckets: int) -> Columns:
-    """Tokens, log-ratios and k3 by turn: a run of response tokens without a tool's between them.
-
-    The last bucket holds all later turns too. Turns follow each other, so the sum over one is what a running sum gains in it.
-    """
-    mask = ratio.response_mask
-    rows, width = mask.shape
-    if width == 0:
-        return _bucket_columns("turn", *ratio.tokens.new_zeros(3, buckets, rows))
-    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
-    if is_on_host(begins) and not (true_per_row(begins) > 1).any():  # the usual case, and the running sums below are dear
-        turns = ratio.tokens.new_zeros(3, buckets, rows)
-        turns[:, 0] = torch.stack([ratio.tokens, row_sum(ratio.values), row_sum(ratio.k3)])
-        return _bucket_columns("turn", *turns)
-    later_turns = torch.arange(2, buckets + 1, dtype=torch.int32, device=mask.device).expand(rows, -1)
-    next_begins = torch.searchsorted(begins.cumsum(dim=-1, dtype=torch.int32), later_turns.contiguous())
-    ends = torch.nn.functional.pad(next_begins, (0, 1), value=width) - 1
-
-    def gained(values: Tensor) -> Tensor:
-        """float64 ``[buckets, B]``."""
-        before = ratio.tokens.new_zeros(rows, 1)
-        return values.cumsum(dim=-1, dtype=torch.float64).gather(-1, ends).diff(dim=-1, prepend=before).T
-
-    return _bucket_columns("turn", gained(ratio.ones), gained(ratio.values), gained(ratio.k3))
-
-
-def _bucket_columns(name: str, tokens: Tensor, log_ratio: Tensor, k3: Tensor) -> Columns:
-    """Sums ``[buckets, B]`` by name."""
-    return {f"{name}_buckets.tokens": tokens, f"{name}_buckets.log_ratio": log_ratio, f"{name}_buckets.k3": k3}
-
-
-def join(parts: list[Columns], chunks: RowChunks) -> Columns:
-    """The columns of all rows, from those of every chunk."""
-    joined = chunks.join([torch.cat([_as_lines(column) for column in part.values()]) for part in parts]).double()
-    columns, line = {}, 0
-    for name, column in parts[0].items():
-        count = len(_as_lines(column))
-        columns[name] = joined[line : line + count] if column.ndim == 2 else joined[line]
-        line += count
-    return columns
-
-
-def _as_lines(column: Tensor) -> Tensor:
-    return column if column.ndim == 2 else column[None]
-
-
-def real_rows(columns: Mapping[str, Tensor]) -> Tensor:
-    """bool ``[B]``: rows with at least one valid token."""
-    return columns["tokens"] > 0
+def _per_token(versions: Tensor) -> Tensor:
+    return versions if versions.ndim == 2 else versions[:, None]

@@ -59,5 +59,5 @@ def correct_current(
 
 def kept_counts(statistics: CorrectionStatistics) -> MiniBatchCounts:
     """Tokens that are kept, and rows with at least one such token, of the rows measured."""
-    sums = statistics.numbers().sums
-    return MiniBatchCounts(int(sums["kept_tokens"]), int(sums["response_rows"] - sums["rejected_rows"]))
+    totals = statistics.numbers().totals
+    return MiniBatchCounts(int(totals.kept_tokens), int(totals.kept_rows))

@@ -84,12 +84,11 @@ class ActorCorrection:
     def statistics(self) -> CorrectionStatistics:
         """Of all mini-batches and ranks, on the CPU."""
         assert self._all is not None
-        return self._all.with_tensors(self._all.sums.cpu(), self._all.maxima.cpu(), self._all.histogram.cpu())
+        return self._all.with_vectors(self._all.sums.cpu(), self._all.maxima.cpu())
 
     def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:
-        added, maxima = statistics.to_vectors()
         return statistics.with_vectors(
-            all_reduce_sum(added.clone(), self._mesh), all_reduce_max(maxima.clone(), self._mesh)
+            all_reduce_sum(statistics.sums.clone(), self._mesh), all_reduce_max(statistics.maxima.clone(), self._mesh)
         )
 
     def _add_gap(self, batch: TrainBatch, log_probs: Tensor) -> None:

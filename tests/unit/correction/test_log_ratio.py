@@ -4,19 +4,20 @@ import pytest
 import torch
 from appendix_a import rows
 
-from verl_rc.correction.log_ratio import LogProbs, log_ratio
+from verl_rc.correction.log_ratio import LogRatio
+from verl_rc.correction.rows import LogProbs
 
 
 @pytest.mark.parametrize("masked", [float("nan"), float("-inf"), 5.0])
 def test_values_are_train_minus_rollout_whatever_lies_on_padding(masked: float) -> None:
-    ratio = log_ratio(*rows(masked))
+    ratio = LogRatio.from_log_probs(LogProbs(*rows(masked)))
     expected = [[0.1, -0.1, 0.3, 0.0], [-2.0, 0.2, 0.0, 0.0], [0.0, -0.3, 0.0, 0.2]]
     torch.testing.assert_close(ratio.values, torch.tensor(expected, dtype=torch.float64))
-    assert ratio.tokens.tolist() == [4, 3, 3]
+    assert ratio.rows.tokens.tolist() == [4, 3, 3]
 
 
 def test_divergences_of_the_appendix() -> None:
-    ratio = log_ratio(*rows())
+    ratio = LogRatio.from_log_probs(LogProbs(*rows()))
     k3 = [[0.005171, 0.004837, 0.049859, 0.0], [1.135335, 0.021403, 0.0, 0.0], [0.0, 0.040818, 0.0, 0.021403]]
     torch.testing.assert_close(ratio.k3, torch.tensor(k3, dtype=torch.float64), rtol=0, atol=1e-6)
     k2 = [[0.005, 0.005, 0.045, 0.0], [2.0, 0.02, 0.0, 0.0], [0.0, 0.045, 0.0, 0.02]]
@@ -26,11 +27,6 @@ def test_divergences_of_the_appendix() -> None:
 def test_a_token_without_a_finite_log_prob_is_not_valid() -> None:
     train, rollout, mask = rows()
     rollout[0, 1] = float("-inf")
-    ratio = log_ratio(train, rollout, mask)
-    assert not ratio.valid[0, 1]
-    assert ratio.response_tokens.tolist() == [4, 3, 3]
-
-
-def test_shapes_that_differ_are_named() -> None:
-    with pytest.raises(ValueError, match=r"\[2, 3\], \[2, 4\] and \[2, 3\]"):
-        LogProbs(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 3))
+    ratio = LogRatio.from_log_probs(LogProbs(train, rollout, mask))
+    assert ratio.ones[0].tolist() == [1, 0, 1, 1]
+    assert ratio.rows.response_tokens.tolist() == [4, 3, 3]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from appendix_a import random_case, rows
 
-from verl_rc.correction import probability_gap
+from verl_rc.ppo.batch_metrics import probability_gap
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,4 +1,4 @@
-"""Corrections never crash, and the policy for non-finite log-probs does what it says."""
+"""Corrections never crash, read nothing from the device, and the policy for non-finite log-probs does what it says."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from appendix_a import random_case, rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
-from verl_rc.correction import apply, compute_rollout_correction, measure
+from verl_rc.correction import NonFiniteLogProbError, apply, compute_rollout_correction, measure, require_finite
 
 FULL = {"rollout_is": "token", "rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_2.0,0.5"}
 
@@ -93,7 +93,7 @@ def test_chunks_of_rows_change_nothing(level: str, monkeypatch: pytest.MonkeyPat
         "scores": train[:, 0],
     }
     whole = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
-    monkeypatch.setattr("verl_rc.correction.chunks.chunk_positions", lambda _: 10)  # two rows at a time
+    monkeypatch.setattr("verl_rc.correction.rows.chunk_positions", lambda _: 10)  # two rows at a time
     chunked = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
     assert whole.weights is not None
     assert chunked.weights is not None
@@ -153,3 +153,41 @@ def test_shapes_must_match() -> None:
     train, rollout, mask = rows()
     with pytest.raises(ValueError, match=r"one shape \[B, T\]; got \[3, 4\], \[3, 4\] and \[3, 3\]"):
         compute_rollout_correction(train, rollout, mask[:, :3], RolloutCorrectionConfig())
+
+
+TWO_RULES = RolloutCorrectionConfig(
+    rollout_is="token", rollout_rs="token_k1,seq_mean_k3", rollout_rs_threshold="0.6_1.6,0.1", diagnostics="full"
+)
+
+
+def test_memory_in_another_order_and_a_mask_of_numbers() -> None:
+    train, rollout, mask = random_case(6, 9, seed=1)
+    turned = [x.T.contiguous().T for x in (train, rollout, 3.0 * mask)]
+    assert not turned[0].is_contiguous()
+    found, expected = (compute_rollout_correction(*case, TWO_RULES) for case in (turned, (train, rollout, mask)))
+    assert found.weights is not None
+    assert expected.weights is not None
+    assert torch.equal(found.weights, expected.weights)
+    assert torch.equal(found.keep_mask, expected.keep_mask)
+    assert found.metrics() == expected.metrics()
+
+
+def test_inputs_are_left_as_they_are() -> None:
+    case = random_case(6, 9, seed=2)
+    copies = [x.clone() for x in case]
+    compute_rollout_correction(*case, TWO_RULES)
+    assert all(torch.equal(x, copy) for x, copy in zip(case, copies, strict=True))
+
+
+METRICS = {"rollout_corr/nonfinite_token_fraction": 0.02}
+
+
+def test_the_configured_share_decides() -> None:
+    require_finite(METRICS, RolloutCorrectionConfig(nonfinite_stop_fraction=0.02))
+    with pytest.raises(NonFiniteLogProbError, match=r"at most 1\.00% .* got 2\.00%"):
+        require_finite(METRICS, RolloutCorrectionConfig())
+
+
+def test_raise_allows_none() -> None:
+    with pytest.raises(NonFiniteLogProbError, match=r"at most 0\.00%"):
+        require_finite(METRICS, RolloutCorrectionConfig(nonfinite_logprob="raise"))

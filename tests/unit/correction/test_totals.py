@@ -1,0 +1,53 @@
+"""Means, deviations and effective sample sizes from sums."""
+
+import math
+
+import pytest
+
+from verl_rc.correction.totals import Extremes, FullTotals, Gap, Mean, Moments, WeightSums, map_totals
+
+
+def test_moments_of_one_two_three() -> None:
+    moments = Moments(total=6.0, square=14.0, count=3)
+    assert (moments.value, moments.variance) == (2.0, pytest.approx(2 / 3))
+    assert moments.sample_std == pytest.approx(1.0)
+
+
+def test_nothing_has_moments_of_zero() -> None:
+    nothing = Moments(0.0, 0.0, 0)
+    assert (nothing.value, nothing.std, nothing.sample_std) == (0.0, 0.0, 0.0)
+
+
+def weights(*values: float) -> WeightSums[float]:
+    moments = Moments(total=sum(w - 1 for w in values), square=sum((w - 1) ** 2 for w in values), count=len(values))
+    return WeightSums(moments, sum(w * w for w in values), Extremes(max(values), -min(values)))
+
+
+def test_effective_sample_size() -> None:
+    assert weights(1.0, 1.0, 1.0).effective_sample_size == 1.0
+    assert weights(1.0, 0.0, 0.0, 0.0).effective_sample_size == 0.25
+    assert weights(0.0, 0.0).effective_sample_size == 0.0
+
+
+def test_means_of_nothing_are_zero() -> None:
+    assert Mean(0.0, 0.0).value == 0.0
+    assert Mean(3.0, 4.0).value == 0.75
+    assert WeightSums(Moments(0.0, 0.0, 0.0), 0.0, Extremes(-math.inf, -math.inf)).mean == 0.0
+
+
+def test_records_are_mapped_number_by_number_in_one_order() -> None:
+    record = FullTotals(
+        log_ratio=Extremes(1, 2),
+        token_ratios=Moments(3, 4, 5),
+        row_ratios=Moments(6, 7, 8),
+        turns=(Gap(9, 10, 11), Gap(12, 13, 14)),
+        ages=(),
+        age=None,
+        splits={"b": Mean(15, 16), "a": Mean(17, 18)},
+    )
+    seen: list[tuple[int, bool]] = []
+    doubled = map_totals(lambda one, two, is_extreme: seen.append((one, is_extreme)) or one + two, record, record)
+    assert seen == [(number, number <= 2) for number in range(1, 19)]
+    assert doubled.turns[1] == Gap(24, 26, 28)
+    assert doubled.splits == {"b": Mean(30, 32), "a": Mean(34, 36)}
+    assert doubled.age is None

@@ -1,0 +1,191 @@
+"""From statistics to metrics, under verl's names with the definitions of docs/metrics.md."""
+
+import math
+from dataclasses import dataclass
+
+from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
+from verl_rc.correction.histogram import BINS_PER_SIDE, bin_value, pareto_k, percentiles
+from verl_rc.correction.log_ratio import SAFETY_BOUND
+from verl_rc.correction.totals import Extremes, FullTotals, Gap, Moments, RuleTotals, Totals, WeightTotals
+
+SMALLEST_NORMALISER = 1e-8
+"""Mean weights up to this are not divided by."""
+PERCENTS = (1, 5, 25, 50, 75, 95, 99)
+_HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """All statistics of some rows, on the host."""
+
+    totals: Totals[float]
+    histograms: list[list[float]]
+    """Counts of log-ratios: tokens, row sums, row means; empty without full diagnostics."""
+
+
+def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[str, float]:
+    """All ``rollout_corr/*`` metrics of the rows behind ``numbers``. What was not there to be measured counts as 0."""
+    totals = numbers.totals
+    metrics = {name: mean.value for name, mean in totals.means.items()}
+    metrics |= _extremes("log_ppl_diff_", totals.log_ppl_diff)
+    if settings.weights is not None and totals.weights is not None:
+        metrics |= _weight_metrics(totals.weights, settings.weights)
+        if settings.full:
+            metrics |= _full_weight_metrics(totals.weights, settings.weights)
+            metrics |= _weight_percentiles(numbers, settings.weights)
+    for name, rule in totals.rules.items():
+        metrics |= _rule_metrics(f"rollout_rs_{name}_", rule)
+    if totals.full is not None:
+        metrics |= _gap_metrics(numbers, totals.full, settings)
+        metrics |= {name: split.value for name, split in totals.full.splits.items() if split.count}
+        metrics |= _bucket_metrics("age", totals.full.ages, totals.tokens)
+        if totals.full.turns[1].tokens:  # nothing is split where every response has one turn
+            metrics |= _bucket_metrics("turn", totals.full.turns, totals.tokens)
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def _extremes(prefix: str, extremes: Extremes[float]) -> dict[str, float]:
+    """``<prefix>max`` and ``<prefix>min``; 0 where there was nothing."""
+    if extremes.largest == -math.inf:
+        return {f"{prefix}max": 0.0, f"{prefix}min": 0.0}
+    return {f"{prefix}max": extremes.largest, f"{prefix}min": -extremes.negated_smallest}
+
+
+def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
+    tokens, rows = weights.tokens, weights.rows
+    # verl reports the extremes of raw weights where a row has one, of applied weights where every token has one.
+    shown = weights.raw_rows if settings.is_per_row and weights.raw_rows is not None else tokens
+    of_rows = _extremes("rollout_is_seq_", rows.extremes)
+    metrics = {
+        "rollout_is_mean": tokens.mean,
+        "rollout_is_std": tokens.excess.std,
+        "rollout_is_eff_sample_size": (rows if settings.is_per_row else tokens).effective_sample_size,
+        "rollout_is_seq_mean": rows.mean,
+        "rollout_is_seq_std": rows.excess.sample_std,
+        "rollout_is_seq_max_deviation": max(abs(value - 1.0) for value in of_rows.values()) if rows.excess.count else 0.0,
+        **_extremes("rollout_is_", shown.extremes),
+        **of_rows,
+    }
+    if settings.batch_normalize:
+        metrics["rollout_is_batch_norm_factor"] = normaliser((rows if settings.is_per_row else tokens).mean)
+    return metrics
+
+
+def normaliser(mean_weight: float) -> float:
+    """What batch normalisation divides by: the mean weight, or 1 where that is 0."""
+    return mean_weight if mean_weight > SMALLEST_NORMALISER else 1.0
+
+
+def _full_weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
+    """Raw and applied weights apart, at the estimator's level; effective sample sizes of every level."""
+    applied, raw = (weights.tokens, weights.rows, weights.prompts), (weights.raw_tokens, weights.raw_rows, weights.raw_prompts)
+    metrics = {}
+    for kind, of_levels in (("applied", applied), ("raw", raw)):
+        for level, sums in zip(("token", "sequence", "prompt"), of_levels, strict=True):
+            if sums is not None:
+                metrics[f"rollout_is_ess_{kind}_{level}"] = sums.effective_sample_size
+            if sums is not None and level == ("sequence" if settings.is_per_row else "token"):
+                metrics |= {f"rollout_is_{kind}_mean": sums.mean, f"rollout_is_{kind}_std": sums.excess.std}
+                metrics |= _extremes(f"rollout_is_{kind}_", sums.extremes)
+    return metrics
+
+
+def _weight_percentiles(numbers: Numbers, settings: WeightSettings) -> dict[str, float]:
+    """Percentiles and tail of the raw weights, from the log-ratios they are made of; prefix weights have none."""
+    levels = ("token", "sequence", "geometric")
+    counts = numbers.histograms[levels.index(settings.level)] if settings.level in levels else []
+    if not any(counts):
+        return {}
+    logs, shape = percentiles(counts, PERCENTS), pareto_k(counts)
+    metrics = {f"rollout_is_p{percent}": math.exp(min(log, SAFETY_BOUND)) for percent, log in logs.items()}
+    return metrics if shape is None else {**metrics, "rollout_is_pareto_k": shape}
+
+
+def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
+    of_rows = _extremes(f"{prefix}seq_", rule.row_extremes)
+    return {
+        f"{prefix}std": rule.clamped.std,
+        f"{prefix}seq_mean": rule.rows.value,
+        f"{prefix}seq_std": rule.rows.sample_std,
+        f"{prefix}seq_max_deviation": max(abs(value) for value in of_rows.values()),
+        **_extremes(prefix, rule.extremes),
+        **of_rows,
+    }
+
+
+def _gap_metrics(numbers: Numbers, full: FullTotals[float], settings: CorrectionSettings) -> dict[str, float]:
+    """Percentiles of log-ratios of tokens, rows (``seq``) and row means (``geo``); the test for misalignment; oldest token."""
+    metrics = {"log_ratio_abs_max": max(full.log_ratio.largest, full.log_ratio.negated_smallest, 0.0)}
+    for level, counts in zip(("", "_seq", "_geo"), numbers.histograms, strict=True):
+        if any(counts):
+            metrics |= {f"log_ratio{level}_p{percent}": log for percent, log in percentiles(counts, PERCENTS).items()}
+    if full.age is not None and full.age.largest > -math.inf:
+        metrics["token_age_max"] = full.age.largest
+    for name, ratios in (("misalignment_z", full.token_ratios), ("misalignment_z_seq", full.row_ratios)):
+        z = misalignment_z(ratios) if settings.tests_misalignment else None
+        metrics |= {} if z is None else {name: z}
+    return metrics
+
+
+def misalignment_z(excess: Moments[float]) -> float | None:
+    """``mean(rho - 1) / (std(rho) / sqrt(n))``: how many standard errors the mean raw ratio lies from 1.
+
+    Under the rollout policy ratios have mean 1 whatever the gap, as long as both sides mean the same tokens, temperature and
+    support; lasting values far beyond 3 point to a bug there, not to off-policy data. 0 when all ratios are exactly 1. None
+    where there is nothing to measure a deviation against: fewer than two ratios, or ratios that are all the same.
+    """
+    if excess.count >= 2 and excess.square == 0.0:
+        return 0.0
+    # Ratios that are all the same leave a variance of rounding errors, not of 0.
+    if excess.count < 2 or excess.variance <= 1e-12 * excess.value**2:
+        return None
+    return excess.value / (excess.std / math.sqrt(excess.count))
+
+
+def _bucket_metrics(name: str, buckets: tuple[Gap[float], ...], tokens: float) -> dict[str, float]:
+    """Share of the tokens and gap of every bucket that has a token."""
+    metrics = {}
+    for number, bucket in enumerate(buckets):
+        if bucket.tokens:
+            metrics[f"{name}_{number}_token_fraction"] = bucket.tokens / tokens
+            metrics[f"{name}_{number}_kl"] = -bucket.log_ratio / bucket.tokens
+            metrics[f"{name}_{number}_k3_kl"] = bucket.k3 / bucket.tokens
+    return metrics
+
+
+def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float:
+    """Share of tokens (``token_k1``) or rows (``seq_sum_k1``, ``seq_mean_k1``) with a ratio train/rollout in [lower, upper].
+
+    Log-ratios are known to 3.1 %. NaN when nothing was measured. Raises ``ValueError`` for other rules, for bounds that are not
+    0 < lower <= upper, and without full diagnostics.
+    """
+    if not 0 < lower <= upper:
+        raise ValueError(f"bounds on a ratio must be 0 < lower <= upper; got {lower} and {upper}")
+    counts, low, high = _counts(numbers, rule), math.log(lower), math.log(upper)
+    inside = math.fsum(count for index, count in enumerate(counts) if low <= bin_value(index) <= high)
+    return inside / math.fsum(counts) if any(counts) else math.nan
+
+
+def bound_for_acceptance(numbers: Numbers, rule: str, share: float) -> float:
+    """The smallest u for which ``rule`` with bounds 1/u to u would have accepted at least ``share`` of the tokens or rows.
+
+    Thresholds set by the acceptance they lead to follow the drift that fixed ones run into. Known to 3.1 % of ln u; NaN when
+    nothing was measured. Raises ``ValueError`` for other rules, a share outside (0, 1], and without full diagnostics.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"the share to accept must be in (0, 1]; got {share}")
+    counts, seen, farthest = _counts(numbers, rule), 0.0, 0.0
+    wanted = share * math.fsum(counts) * (1 - 1e-12)  # the product may round to above the sum of all
+    for distance in range(BINS_PER_SIDE + 1):
+        count = math.fsum(counts[index] for index in {BINS_PER_SIDE - distance, BINS_PER_SIDE + distance})
+        if count and (seen < wanted):
+            seen, farthest = seen + count, bin_value(BINS_PER_SIDE + distance)
+    return math.exp(farthest) if any(counts) else math.nan
+
+
+def _counts(numbers: Numbers, rule: str) -> list[float]:
+    if rule not in _HISTOGRAM_OF_RULE:
+        raise ValueError(f"histograms answer for {', '.join(_HISTOGRAM_OF_RULE)}; got {rule!r}")
+    if not numbers.histograms:
+        raise ValueError("histograms are measured with algorithm.rollout_correction.diagnostics=full only; it was core")
+    return numbers.histograms[_HISTOGRAM_OF_RULE[rule]]
