@@ -23,16 +23,28 @@ from hypothesis import HealthCheck, settings  # noqa: E402  (after the environme
 settings.register_profile("verl_rc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl_rc")
 
-REAL_RUNS = ("tests/integration/", "tests/chaos/", "tests/unit/weight_sync/")
-"""Tests that load both cores, or look for processes and shared memory that others leave behind."""
+WHOLE_RUNS = (
+    "tests/chaos/",
+    "tests/integration/test_every_algorithm.py",
+    "tests/integration/test_other_ways.py",
+    "tests/integration/test_resume.py",
+    "tests/integration/test_two_steps.py",
+)
+"""Tests that start the program as a user does; several share the folder of one run."""
+
+REAL_PARTS = ("tests/integration/",)
+"""Tests that start Ray, an engine or ranks in their own process, which holds one Ray at a time."""
 
 
-class RealRunsInOneProcess(LoadScopeScheduling):
-    """Who runs what where pytest-xdist shares the tests out: one process all real runs, and each a whole file of the rest."""
+class OneProcessForEachKindOfRun(LoadScopeScheduling):
+    """Who runs what where pytest-xdist shares tests out: whole runs stay together, real parts too, and the rest file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "real runs" if nodeid.startswith(REAL_RUNS) else nodeid.partition("::")[0]
+        for scope, paths in (("whole runs", WHOLE_RUNS), ("real parts", REAL_PARTS)):
+            if nodeid.startswith(paths):
+                return scope
+        return nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return RealRunsInOneProcess(config, log)
+    return OneProcessForEachKindOfRun(config, log)

@@ -1,6 +1,5 @@
 """A real engine borrows the trainer's weights bucket by bucket, and then computes with exactly these weights."""
 
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from other_process import OtherProcess
+from shared_segments import nothing_left_behind
 from transformers import AutoModelForCausalLM
 
 from verl_rc.cluster.environment import engine_environment
@@ -44,9 +44,8 @@ def model(task: dict[str, Path]) -> Any:
 
 @pytest.fixture
 def sender(model: Any) -> Iterator[WeightSender]:
-    before = set(os.listdir("/dev/shm"))
-    yield WeightSender(ModelWeights(model), rank=0, wire_dtype="float32", bucket_bytes=BUCKET_BYTES)
-    assert set(os.listdir("/dev/shm")) <= before
+    with nothing_left_behind():
+        yield WeightSender(ModelWeights(model), rank=0, wire_dtype="float32", bucket_bytes=BUCKET_BYTES)
 
 
 def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
 """A sender lends an update bucket by bucket: whole tensors, one bucket at a time, digests of all of them."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+from shared_segments import nothing_left_behind
 from weight_borrowers import CPU, copied_tensors, expected_parts, linear_stack
 
 from verl_rc.weight_sync.manifest import tensor_digest
@@ -17,10 +17,9 @@ from verl_rc.weight_sync.transfer_group import TransferBrokenError
 def sender() -> Iterator[WeightSender]:
     """``linear_stack`` in bf16: tensors of 48, 8, 24 and 6 bytes make two buckets of at most 64."""
     sender = WeightSender(ModelWeights(linear_stack()), rank=0, wire_dtype="bfloat16", bucket_bytes=64)
-    before = set(os.listdir("/dev/shm"))
-    yield sender
-    sender.release()
-    assert set(os.listdir("/dev/shm")) <= before
+    with nothing_left_behind():
+        yield sender
+        sender.release()
 
 
 def test_all_buckets_together_are_the_model(sender: WeightSender) -> None:

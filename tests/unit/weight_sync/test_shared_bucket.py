@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from other_process import OtherProcess
+from shared_segments import nothing_left_behind
 from weight_borrowers import CPU, Borrower
 
 from verl_rc.weight_sync import shared_bucket
@@ -31,18 +31,10 @@ PARTS = [torch.tensor([1.0, -2.0, 3.5, 0.0, 1e-30, 256.0]).bfloat16(), torch.ten
 VALUES = torch.cat(PARTS).float().tolist()
 
 
-def segments() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    before = segments()
-    yield
-    deadline = time.monotonic() + 120
-    while segments() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not segments() - before
+def memory_is_given_back() -> Iterator[None]:
+    with nothing_left_behind():
+        yield
 
 
 @pytest.fixture(scope="module")
