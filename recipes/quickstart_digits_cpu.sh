@@ -5,7 +5,7 @@
 # The engine samples in bf16 with fp8 weights, the trainer computes in fp32: the gap that rollout_corr/* shows is real.
 # Expect greedy validation accuracy to rise by 30 points or more from where SFT stopped.
 # scripts/quickstart.sh makes the model and the data and then calls this recipe; further arguments are passed on.
-# It starts anew every time; trainer.resume_mode=auto trainer.total_training_steps=150 goes on from its last checkpoint.
+# It starts anew every time; trainer.resume_mode=auto trainer.total_training_steps=120 goes on from its last checkpoint.
 set -euo pipefail
 
 model_path=${MODEL_PATH:-${RUN_ROOT:-runs/quickstart}/sft_model}

@@ -8,11 +8,12 @@ Example: python scripts/make_tiny_model.py --output_dir models/tiny
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from verl_rc.config.writable import output_folder
 
 # Qwen2's own names: transformers would add a token to the vocabulary if "<|endoftext|>" were missing.
 END_TOKEN, PAD_TOKEN = "<|im_end|>", "<|endoftext|>"
@@ -71,7 +72,7 @@ def build_model(options: argparse.Namespace, tokenizer: PreTrainedTokenizerFast)
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write to; made if missing")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder to write to; made if missing")
     parser.add_argument("--num_layers", type=int, default=3, help="transformer blocks")
     parser.add_argument("--hidden_size", type=int, default=192, help="width of the residual stream")
     parser.add_argument("--num_heads", type=int, default=4, help="query heads; must divide --hidden_size")

@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_rc.config.writable import output_folder
+
 Row = dict[str, Any]
 SPLITS = ("train", "test")
 SUFFIXES = (".parquet", ".jsonl")
@@ -129,7 +131,7 @@ def write_splits(splits: dict[str, Iterable[Row]], benchmark: Benchmark, output_
 def parse_arguments(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write to; made if missing")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder to write to; made if missing")
     parser.add_argument(
         "--local_dataset_path", type=Path, default=None, help="folder with train* and test* files, or one file (default: the hub)"
     )

@@ -9,9 +9,10 @@ import argparse
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from problems import conversation, distinct_problems, rl_row, write_rows
+
+from verl_rc.config.writable import output_folder
 
 DATA_SOURCE = "digits"
 
@@ -52,7 +53,7 @@ def draw_problems(count: int, length: int, seed: int) -> list[str]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write to; made if missing")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder to write to; made if missing")
     parser.add_argument("--task", choices=sorted(TASKS), default="sort", help="sort the digits, or add them up")
     parser.add_argument("--length", type=int, default=None, help="digits per problem (default: 10 to sort, 5 to add)")
     parser.add_argument("--num_train", type=int, default=20480, help="RL training problems")

@@ -9,9 +9,10 @@ Example: python scripts/prepare_data/sums.py --output_dir data/sums --terms 4
 
 import argparse
 import random
-from pathlib import Path
 
 from problems import Row, conversation, distinct_problems, rl_row, write_rows
+
+from verl_rc.config.writable import output_folder
 
 DATA_SOURCE = "sums"
 
@@ -55,7 +56,7 @@ def sft_rows(problem: str, with_tool: bool) -> list[Row]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write to; made if missing")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder to write to; made if missing")
     parser.add_argument("--terms", type=int, default=4, help="numbers of one sum")
     parser.add_argument("--largest", type=int, default=99, help="largest number of a sum")
     parser.add_argument("--tool_share", type=float, default=0.5, help="share of SFT problems that are solved with the tool")

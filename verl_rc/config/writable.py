@@ -1,5 +1,6 @@
 """Whether a folder can be written to, found out before a run starts and without leaving anything behind."""
 
+import argparse
 import errno
 import os
 import tempfile
@@ -31,3 +32,11 @@ def folder_problem(key: str, folder: str | None) -> str | None:
     if reason is None:
         return None
     return f"{key} must be a folder that can be written to, got {folder!r} ({reason}). Pass another one: {key}=<folder>."
+
+
+def output_folder(text: str) -> Path:
+    """The folder that a command-line argument names for output; for ``type=`` of ``argparse``."""
+    reason = why_unwritable(Path(text))
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"must be a folder that can be written to, got {text!r} ({reason}). Pass another one.")
+    return Path(text)

@@ -79,3 +79,11 @@ def test_heads_that_do_not_divide_are_refused(tmp_path, capsys):
         make_tiny_model.main(["--output_dir", str(tmp_path), "--hidden_size", "10", "--num_heads", "4"])
     assert raised.value.code == 2
     assert "--num_heads must divide --hidden_size" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as refused:
+        make_tiny_model.main(["--output_dir", str(tmp_path / "file" / "model")])
+    assert refused.value.code == 2
+    assert "--output_dir: must be a folder that can be written to" in capsys.readouterr().err

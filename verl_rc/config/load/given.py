@@ -13,15 +13,17 @@ from pydantic import BaseModel
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load.compose import Composer
-from verl_rc.config.load.overrides import CORRECTION, check_keys, prepare, unreadable
+from verl_rc.config.load.overrides import CORRECTION, PRESET, check_keys, prepare, unreadable
 from verl_rc.config.load.problems import refuse_huge
-from verl_rc.config.rollout_correction import preset_fields
+from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, preset_fields
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import defaults
 from verl_rc.config.verl_keys import Settled, settle
 
 MISSING = "???"
 """Hydra's mark of a value that is still to be given."""
+
+_SET_BY_PRESETS = {leaf for preset in PRESETS.values() for leaf in preset.fields}
 
 
 def given_tree(schema: type[BaseModel], given: Namespace) -> Settled:
@@ -33,6 +35,8 @@ def given_tree(schema: type[BaseModel], given: Namespace) -> Settled:
         composer = Composer(given, has_groups=schema is RunConfig)
         prepared = prepare(schema, composer, given.overrides)
         tree = plain_tree(schema, composer.compose(prepared.of_files, prepared.keys), resolve=True)
+        if any(override.lstrip("+").partition("=")[0] in ("correction", PRESET) for override in given.overrides):
+            _refuse_preset_under_a_file(tree, plain_tree(schema, composer.compose(prepared.of_files, []), resolve=False))
     return settled_tree(schema, tree)
 
 
@@ -84,13 +88,33 @@ def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[s
     }
 
 
+def _refuse_preset_under_a_file(given: Mapping[str, Any], by_files: Mapping[str, Any]) -> None:
+    """Refuse a preset of the command line of which a file, such as the ``resolved_config.yaml`` of a run, would undo parts."""
+    leaves = {leaf: value for leaf, value in _correction_of(by_files).items() if leaf in _SET_BY_PRESETS}
+    name = _correction_of(given).get("preset")
+    if not leaves or name not in PRESETS:
+        return
+    with contextlib.suppress(ValueError):  # values that are wrong in themselves are reported with all others
+        preset, found = (RolloutCorrectionConfig.from_preset(name, **more) for more in ({}, leaves))
+        undone = [leaf for leaf in leaves if getattr(found, leaf) != getattr(preset, leaf)]
+        if undone:
+            raise ConfigError(
+                f"{CORRECTION}.preset={name} must not be undone by a file, and the configuration file gives "
+                f"{', '.join(f'{leaf}: {leaves[leaf]}' for leaf in undone)}. Remove {' and '.join(undone)} from {CORRECTION} in "
+                "the file, or set them on the command line instead of the preset."
+            )
+
+
+def _correction_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    section = tree.get("algorithm", {})
+    section = section.get("rollout_correction") if isinstance(section, Mapping) else None
+    return section if isinstance(section, dict) else {}
+
+
 def _apply_preset(given: dict[str, Any]) -> None:
     """Fill the leaves of the correction section that were not given from the preset named there."""
-    section = given.get("algorithm", {})
-    section = section.get("rollout_correction") if isinstance(section, Mapping) else None
-    if not isinstance(section, dict) or "preset" not in section:
-        return
-    name = section.pop("preset")
+    section = _correction_of(given)
+    name = section.pop("preset", None)
     if name is None:
         return
     try:

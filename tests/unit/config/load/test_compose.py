@@ -83,7 +83,7 @@ def test_groups_of_the_command_line_win_over_a_run_file(folder: Path) -> None:
     (folder / "plain.yaml").write_text("trainer: {seed: 5, test_freq: 1}\n")
     options = ("--config-dir", str(folder), "--config-name=plain")
     trainer = composed("task=digits", "hardware=cpu", "model=null", options=options)["trainer"]
-    assert (trainer["seed"], trainer["test_freq"], trainer["save_freq"], trainer["nnodes"]) == (5, 20, 120, 77)  # type: ignore[index]
+    assert (trainer["seed"], trainer["test_freq"], trainer["save_freq"], trainer["nnodes"]) == (5, 20, 80, 77)  # type: ignore[index]
     assert composed(options=options) == {"trainer": {"seed": 5, "test_freq": 1}}
 
 

@@ -39,6 +39,16 @@ def test_a_group_names_a_preset_over_which_leaves_win() -> None:
     assert correction("algorithm.rollout_correction.preset=decoupled_seq_is") == {"rollout_is": "sequence"}
 
 
+def test_a_preset_is_refused_where_a_file_would_undo_it(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: '2.0'}}\n")
+    arguments = (f"--config-dir={tmp_path}", "-cn=run")
+    message = r"must not be undone by a file, .* gives rollout_is: token\. Remove rollout_is from"
+    for choice in ("correction=decoupled_seq_is", "algorithm.rollout_correction.preset=decoupled_seq_is", "correction=disabled"):
+        with pytest.raises(ConfigError, match=message):
+            given(*arguments, choice)
+    assert given(*arguments, "correction=decoupled_token_is") == given(*arguments)
+
+
 def test_the_runs_of_a_sweep() -> None:
     runs = combinations(RunConfig, parse(["-m", "trainer.seed=1,2", "correction=icepop,tis", "data.shuffle=False"]))
     assert len(runs) == 4

@@ -110,7 +110,7 @@ def test_secrets_are_hidden(printed, option: list[str], tmp_path: Path, monkeypa
         (["--info", "defaults"], "| task/digits"),
         (["--info", "defaults-tree"], "task: digits"),
         (["--info", "searchpath"], "verl_rc"),
-        (["--info", "config"], "total_training_steps: 120"),
+        (["--info", "config"], "total_training_steps: 80"),
         (["--info", "plugins"], "BasicSweeper"),
         (["-i"], "Config search path"),
     ],

@@ -68,3 +68,11 @@ def test_the_default_sizes_cannot_be_memorised(digits):
     assert options.num_train >= 20_000
     assert options.num_val >= 256
     assert 10 ** digits.TASKS["sort"].default_length > 1000 * (options.num_train + options.num_sft)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(digits, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as refused:
+        digits.main(["--output_dir", str(tmp_path / "file" / "data")])
+    assert refused.value.code == 2
+    assert "--output_dir: must be a folder that can be written to" in capsys.readouterr().err
