@@ -91,18 +91,21 @@ def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[s
 def _refuse_preset_under_a_file(given: Mapping[str, Any], by_files: Mapping[str, Any]) -> None:
     """Refuse a preset of the command line of which a file, such as the ``resolved_config.yaml`` of a run, would undo parts."""
     leaves = {leaf: value for leaf, value in _correction_of(by_files).items() if leaf in _SET_BY_PRESETS}
-    name = _correction_of(given).get("preset")
+    name = str(_correction_of(given).get("preset"))
     if not leaves or name not in PRESETS:
         return
-    with contextlib.suppress(ValueError):  # values that are wrong in themselves are reported with all others
-        preset, found = (RolloutCorrectionConfig.from_preset(name, **more) for more in ({}, leaves))
-        undone = [leaf for leaf in leaves if getattr(found, leaf) != getattr(preset, leaf)]
-        if undone:
-            raise ConfigError(
-                f"{CORRECTION}.preset={name} must not be undone by a file, and the configuration file gives "
-                f"{', '.join(f'{leaf}: {leaves[leaf]}' for leaf in undone)}. Remove {' and '.join(undone)} from {CORRECTION} in "
-                "the file, or set them on the command line instead of the preset."
-            )
+    preset = RolloutCorrectionConfig.from_preset(name)
+    try:
+        found = RolloutCorrectionConfig.from_preset(name, **leaves)
+    except ValueError:  # a value that is wrong in itself is reported with all others
+        return
+    undone = [leaf for leaf in leaves if getattr(found, leaf) != getattr(preset, leaf)]
+    if undone:
+        raise ConfigError(
+            f"{CORRECTION}.preset={name} must not be undone by a file, and the configuration file gives "
+            f"{', '.join(f'{leaf}: {leaves[leaf]}' for leaf in undone)}. Remove {' and '.join(undone)} from {CORRECTION} in "
+            "the file, or set them on the command line instead of the preset."
+        )
 
 
 def _correction_of(tree: Mapping[str, Any]) -> dict[str, Any]:
