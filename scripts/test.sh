@@ -63,7 +63,7 @@ check() {
 check lint "$bin/ruff" check .
 check types "$bin/mypy"
 check imports "$bin/lint-imports" --no-logo
-# Two processes: one takes whole runs, one real engines and ranks, and both the rest (tests/conftest.py).
+# Two processes; tests that share a run or a Ray stay in one of them (tests/conftest.py).
 check pytest "$bin/python" -m pytest -n 2 --no-loadscope-reorder "$@"
 
 if ((${#failed[@]})); then

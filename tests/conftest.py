@@ -23,28 +23,23 @@ from hypothesis import HealthCheck, settings  # noqa: E402  (after the environme
 settings.register_profile("verl_rc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl_rc")
 
-WHOLE_RUNS = (
-    "tests/chaos/",
-    "tests/integration/test_every_algorithm.py",
-    "tests/integration/test_other_ways.py",
-    "tests/integration/test_resume.py",
-    "tests/integration/test_two_steps.py",
-)
-"""Tests that start the program as a user does; several share the folder of one run."""
-
-REAL_PARTS = ("tests/integration/",)
-"""Tests that start Ray, an engine or ranks in their own process, which holds one Ray at a time."""
+SHARED = {
+    "whole runs": ("tests/chaos/", "tests/integration/test_resume.py", "tests/integration/test_two_steps.py"),
+    "one Ray": tuple(
+        f"tests/integration/test_{name}.py"
+        for name in ("agent_loop", "local_ray", "planted_faults", "recovery", "remote", "reward_model", "watchdog")
+    ),
+}
+"""Files whose tests share what takes long to start: the folder of one run, or the Ray of their process, which holds one."""
 
 
-class OneProcessForEachKindOfRun(LoadScopeScheduling):
-    """Who runs what where pytest-xdist shares tests out: whole runs stay together, real parts too, and the rest file by file."""
+class WhatIsSharedStaysTogether(LoadScopeScheduling):
+    """Who runs what where pytest-xdist shares tests out: file by file, but for those that share a start."""
 
     def _split_scope(self, nodeid: str) -> str:
-        for scope, paths in (("whole runs", WHOLE_RUNS), ("real parts", REAL_PARTS)):
-            if nodeid.startswith(paths):
-                return scope
-        return nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        return next((scope for scope, paths in SHARED.items() if file.startswith(paths)), file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return OneProcessForEachKindOfRun(config, log)
+    return WhatIsSharedStaysTogether(config, log)

@@ -1,4 +1,4 @@
-"""A run of four steps equals two steps, SIGTERM, and two steps more: same metrics, same weights, to the last bit."""
+"""A run of four steps equals one resumed after two: same metrics, same weights, to the last bit."""
 
 import json
 import shutil
@@ -26,9 +26,37 @@ def metrics_by_step(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
+def assert_equal_runs(folder: Path, whole_run: Path) -> None:
+    """Metrics, weights and optimizer steps of ``folder`` after step 2 are those of ``whole_run``, and something was learned."""
+    expected, found = metrics_by_step(whole_run), metrics_by_step(folder)
+    assert list(expected) == [0, 1, 2, 3, 4]
+    assert {3, 4} <= found.keys()
+    for step in found:
+        assert found[step] == expected[step], step
+    assert expected[3]["actor/grad_norm"] > 0
+    for role in ("actor", "critic"):
+        one, two = (load_full_state_dict(run / "global_step_4" / role) for run in (whole_run, folder))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+        before = load_full_state_dict(whole_run / "global_step_2" / role)
+        assert any(not torch.equal(one[name], before[name]) for name in one)
+
+
+WAITING = "actor_rollout_ref.actor.checkpoint.async_save=False"
+
+
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(overrides: list[str], whole_run: Path, tmp_path: Path) -> None:
-    waiting = "actor_rollout_ref.actor.checkpoint.async_save=False"
-    again = [*overrides, *of_folder(tmp_path / "again"), waiting, "trainer.save_freq=100"]
+    shutil.copytree(whole_run / "global_step_2", tmp_path / "again" / "global_step_2")
+    resumed = train([*overrides, *of_folder(tmp_path / "again"), WAITING, "trainer.save_freq=100"])
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "2 steps are done" in resumed.stdout
+    assert list(metrics_by_step(tmp_path / "again")) == [3, 4]
+    assert_equal_runs(tmp_path / "again", whole_run)
+
+
+@pytest.mark.slow
+def test_a_terminated_run_finishes_its_step_and_goes_on(overrides: list[str], whole_run: Path, tmp_path: Path) -> None:
+    again = [*overrides, *of_folder(tmp_path / "again"), WAITING, "trainer.save_freq=100"]
     terminated = train(again, "driver", "SIGTERM", "verl_rc.driver.stages:update_critic", "2", "before")
     assert terminated.returncode == 143, terminated.stderr[-3000:]
     assert "SIGTERM: finishing the step" in terminated.stdout
@@ -36,18 +64,8 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(overrides: list[str], 
     assert [path.name for path in (tmp_path / "again").glob("global_step_*")] == ["global_step_2"]
     resumed = train(again)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "2 steps are done" in resumed.stdout
-    expected, found = metrics_by_step(whole_run), metrics_by_step(tmp_path / "again")
-    assert list(found) == list(expected) == [0, 1, 2, 3, 4]
-    for step in found:
-        assert found[step] == expected[step], step
-    assert expected[3]["actor/grad_norm"] > 0
-    for role in ("actor", "critic"):
-        one, two = (load_full_state_dict(folder / "global_step_4" / role) for folder in (whole_run, tmp_path / "again"))
-        assert one.keys() == two.keys()
-        assert all(torch.equal(one[name], two[name]) for name in one)
-        before = load_full_state_dict(whole_run / "global_step_2" / role)
-        assert any(not torch.equal(one[name], before[name]) for name in one)
+    assert list(metrics_by_step(tmp_path / "again")) == [0, 1, 2, 3, 4]
+    assert_equal_runs(tmp_path / "again", whole_run)
 
 
 def refusal(overrides: Sequence[str]) -> str:
@@ -104,6 +122,7 @@ def test_a_checkpoint_that_is_not_there_is_named(overrides: list[str], tmp_path:
     assert "there is no folder '/nowhere'" in refusal([*overrides, f"trainer.default_local_dir={tmp_path}", *options])
 
 
+@pytest.mark.slow
 def test_a_mistake_that_a_rank_finds_is_one_message_and_nothing_stays_behind(overrides: list[str], tmp_path: Path) -> None:
     options = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_prj]"]
     result = train([*overrides, f"trainer.default_local_dir={tmp_path}", *options])

@@ -43,6 +43,7 @@ def test_the_resolved_configuration_loads_back(whole_run: Path) -> None:
     assert again.model_dump(mode="json") == yaml.safe_load(path.read_text())
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_fails_ends_the_run_with_its_sample(task: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(**kwargs):\n    raise KeyError('no such answer')\n")
     custom = [f"reward.custom_reward_function.path={tmp_path / 'reward.py'}", "trainer.val_before_train=False"]
