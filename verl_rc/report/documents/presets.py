@@ -1,18 +1,15 @@
-"""Writes docs/presets.md from the presets of rollout correction: python scripts/generate_preset_docs.py"""
+"""docs/presets.md, from the presets of rollout correction."""
 
 from collections import defaultdict
-from pathlib import Path
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "presets.md"
 
 _HEAD = """\
 # Presets of rollout correction
 
 `algorithm.rollout_correction.preset=NAME` stands for the fields below, all of `algorithm.rollout_correction`; fields that you
 give win over the preset's. In Python: `RolloutCorrectionConfig.from_preset("NAME", rollout_is_threshold=3.0)`. `verl-rc presets`
-prints the same list. `scripts/generate_preset_docs.py` writes this page from `verl_rc/config/rollout_correction_presets.py`.
+prints the same list. `verl-rc docs` writes this page from `verl_rc/config/rollout_correction_presets.py`.
 
 [Which preset](rollout_correction.md#which-preset) has the reasons. Most runs want `decoupled_token_is` (long responses),
 `decoupled_seq_is` (short ones), or `bypass_pg_is` (no forward pass for old log-probs).
@@ -39,12 +36,3 @@ def fields_in_words(name: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|")
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(render(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
