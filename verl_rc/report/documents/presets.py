@@ -1,31 +1,30 @@
 """docs/presets.md, from the presets of rollout correction."""
 
-from collections import defaultdict
-
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 
 _HEAD = """\
 # Presets of rollout correction
 
-`algorithm.rollout_correction.preset=NAME` stands for the fields below, all of `algorithm.rollout_correction`; fields that you
-give win over the preset's. In Python: `RolloutCorrectionConfig.from_preset("NAME", rollout_is_threshold=3.0)`. `verl-rc presets`
-prints the same list. `verl-rc docs` writes this page from `verl_rc/config/rollout_correction_presets.py`.
+`algorithm.rollout_correction.preset=NAME` stands for the fields below, all of
+`algorithm.rollout_correction`; fields that you give win over the preset's. In Python:
+`RolloutCorrectionConfig.from_preset("NAME", rollout_is_threshold=3.0)`. `verl-rc presets` prints the
+same list. `verl-rc docs` writes this page from `PRESETS` in `verl_rc/config`.
 
-[Which preset](rollout_correction.md#which-preset) has the reasons. Most runs want `decoupled_token_is` (long responses),
-`decoupled_seq_is` (short ones), or `bypass_pg_is` (no forward pass for old log-probs).
+[Which preset](rollout_correction.md#which-preset) has the reasons. Most runs want
+`decoupled_token_is` (long responses), `decoupled_seq_is` (short ones), or `bypass_pg_is` (no forward
+pass for old log-probs).
+
+| preset | what it does | fields | the name comes from |
+|---|---|---|---|
 """
 
 
 def render() -> str:
-    """The whole page: one table for each origin of names, in the order of the presets."""
-    names_by_origin: dict[str, list[str]] = defaultdict(list)
-    for name, preset in PRESETS.items():
-        names_by_origin[preset.origin].append(name)
-    parts = [_HEAD]
-    for origin, names in names_by_origin.items():
-        parts.append(f"\n## {origin}\n\n| preset | what it does | fields |\n|---|---|---|\n")
-        parts += [f"| `{name}` | {_cell(PRESETS[name].summary)} | {fields_in_words(name)} |\n" for name in names]
-    return "".join(parts)
+    """The whole page: one table, in the order of the presets."""
+    return _HEAD + "".join(
+        f"| `{name}` | {_cell(preset.summary)} | {fields_in_words(name)} | {preset.origin} |\n"
+        for name, preset in PRESETS.items()
+    )
 
 
 def fields_in_words(name: str) -> str:
