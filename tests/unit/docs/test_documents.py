@@ -251,6 +251,23 @@ def test_every_recipe_is_in_the_table_with_its_preset():
         assert named == presets[-1:] or (not named and "rules" in correction), row
 
 
+def rows_of(page):
+    """The cells of every row of the tables in a page, heads left out."""
+    lines = [line.strip("| ") for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| ")]
+    return [re.split(r" *(?<!\\)\| *", line) for line in lines]
+
+
+def test_the_glossary_has_a_sentence_for_each_word_and_names_of_the_code():
+    words = rows_of("glossary.md")[1:]
+    source = "\n".join(path.read_text() for path in (ROOT / "verl_rc").rglob("*.py"))
+    assert len(words) >= 20
+    for word, meaning in words:
+        assert meaning.endswith("."), word
+        assert meaning.count(". ") == 0, f"{word}: one sentence"
+        names = [name for span in _SPAN.findall(meaning) for name in re.findall(r"\w+", span.split("/")[-1].split("=")[0])]
+        assert [name for name in names if not re.search(rf"\b{name}\b", source)] == [], word
+
+
 def test_every_panel_shows_metrics_of_the_catalogue():
     text = (ROOT / "docs" / "running.md").read_text().split("### Panels")[1]
     rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|")][2:]
