@@ -16,7 +16,7 @@ from pathlib import Path
 
 ADDITIONS = {
     "policy loss": "sapo",
-    "advantage estimator": "grpo_passk",
+    "advantage estimator": "reinforce_plus_plus_baseline",
     "rejection rule": "kpop",
     "metric": "response_length/clip_ratio",
     "stage": "dump_rollout_generations",
