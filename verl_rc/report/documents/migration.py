@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
 
 from verl_rc.config.migration import migrate
 from verl_rc.config.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
@@ -229,6 +230,6 @@ def _correction() -> str:
     for release, settings in CORRECTION_EXAMPLES.items():
         migration = migrate(settings)
         given, made = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
-        notes = "".join(f"- {note}\n" for note in migration.notes)
+        notes = "".join(f"{fill(note, 100, initial_indent='- ', subsequent_indent='  ')}\n" for note in migration.notes)
         parts.append(f"\n### {release}\n\n```text\n{given}\n```\n\nbecomes\n\n```text\n{made}\n```\n\n{notes}")
     return "".join(parts)

@@ -7,12 +7,12 @@ _HEAD = """\
 
 `algorithm.rollout_correction.preset=NAME` stands for the fields below, all of
 `algorithm.rollout_correction`; fields that you give win over the preset's. In Python:
-`RolloutCorrectionConfig.from_preset("NAME", rollout_is_threshold=3.0)`. `verl-rc presets` prints the
-same list. `verl-rc docs` writes this page from `PRESETS` in `verl_rc/config`.
+`RolloutCorrectionConfig.from_preset("NAME", rollout_is_threshold=3.0)`. `verl-rc presets` prints
+the same list. `verl-rc docs` writes this page from `PRESETS` in `verl_rc/config`.
 
 [Which preset](rollout_correction.md#which-preset) has the reasons. Most runs want
-`decoupled_token_is` (long responses), `decoupled_seq_is` (short ones), or `bypass_pg_is` (no forward
-pass for old log-probs).
+`decoupled_token_is` (long responses), `decoupled_seq_is` (short ones), or `bypass_pg_is` (no
+forward pass for old log-probs).
 
 | preset | what it does | fields | the name comes from |
 |---|---|---|---|
