@@ -29,7 +29,7 @@ assert abs(loss.item() - 1.75) < 1e-6, loss  # (-1 * 0.5 + 2 * 2) / 2
 assert torch.allclose(current.grad, torch.tensor([[-0.25, 2.0]])), current.grad
 assert "surrogate" in policy_loss_names()
 config = load_run_config([*sound_run(), "actor_rollout_ref.actor.policy_loss.loss_mode=surrogate"])
-assert "\\u2212A r " in plan_text(config)
+assert "−A r" in plan_text(config)
 assert "| `surrogate` | Unclipped surrogate" in render()
 """,
     "Add an advantage estimator": """
