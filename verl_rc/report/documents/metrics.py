@@ -11,7 +11,8 @@ Every number that a run reports, with its unit and formula. `verl-rc docs` write
 
 `{data_source}` stands for the name of a data source, `{n}` for a number of samples, other names in
 braces for one word. *Healthy* is where the number lies in most runs that go well; an empty cell
-means that no general statement is possible. Unit `1`: a ratio, a fraction or a count.
+means that no general statement is possible. Unit `1`: a ratio, a fraction or a count. Formulas are
+tested by worked values: `tests/unit/metrics/catalog/test_worked_values.py`.
 """
 
 
