@@ -14,13 +14,14 @@ import pytest
 import torch
 from sound_run import sound_run
 
+from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.config.load import load_run_config
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TokenBatch, TokenScores, TrainBatch
 from verl_rc.driver.evaluate import validation_metrics
-from verl_rc.driver.guards import check_mismatch
+from verl_rc.driver.guards import check_mismatch, may_train
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
-from verl_rc.driver.stages import judge_gap
+from verl_rc.driver.stages import describe_correction, judge_gap
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
@@ -32,7 +33,7 @@ from verl_rc.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.memory import memory_metrics
 
-WITHOUT_EXAMPLE = 31
+WITHOUT_EXAMPLE = 27
 """Entries that have no worked value yet: this number may only become smaller."""
 
 Example = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
@@ -450,6 +451,39 @@ def a_mismatch_above_its_limit():
     services = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(alerts=alerts)), tracker=Mock())
     assert check_mismatch(services, record, step=1)
     return record.metrics(), {"alerts/mismatch": 1}
+
+
+@example
+def a_reward_that_has_collapsed():
+    alerts = SimpleNamespace(reward_window=1, reward_drop=0.5, reward_collapse="skip", mismatch="warn", mismatch_limit=None)
+    correction = SimpleNamespace(bypass_mode=False)
+    config = SimpleNamespace(trainer=SimpleNamespace(alerts=alerts), algorithm=SimpleNamespace(rollout_correction=correction))
+    record, batch = StepRecord(), train_batch()
+    record.ledger.sampled(6)
+    rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
+    with patch("verl_rc.driver.guards.require_sampled_tokens"):
+        scored, services = SimpleNamespace(batch=batch, correction=None), SimpleNamespace(config=config, tracker=Mock())
+        assert not may_train(services, rewards, Mock(), scored, record, step=2)
+    return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
+
+
+@example
+def the_histogram_and_a_threshold_that_follows():
+    """Two of the log-ratios are -2 ln 2."""
+    fields = {"diagnostics": "full", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
+    config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": 0.9})
+    statistics_of_step = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, config).statistics
+    services = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(rollout_correction=config)))
+    control = SimpleNamespace(correction=lambda config: config, threshold=SimpleNamespace(threshold=1.25))
+    record, tracker = StepRecord(), Mock()
+    describe_correction(services, statistics_of_step, control, record)
+    record.log(tracker, step=1)
+    name, edges, counts, _ = tracker.log_histogram.call_args.args
+    inside = sum(count for count, low, high in zip(counts, edges, edges[1:], strict=False) if low <= -2 * LN2 <= high)
+    return {**record.metrics(), name: inside}, {
+        "rollout_corr/log_ratio": 2,
+        "rollout_corr/rollout_rs_adaptive_threshold": 1.25,
+    }
 
 
 @example
