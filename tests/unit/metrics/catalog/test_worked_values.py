@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from sound_run import sound_run
+from table_engines import FILTER, GREEDY_SCORE, make_run, sample
 
 from verl_rc.config import RolloutCorrectionConfig
 from verl_rc.config.load import load_run_config
@@ -33,7 +34,7 @@ from verl_rc.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.memory import memory_metrics
 
-WITHOUT_EXAMPLE = 27
+WITHOUT_EXAMPLE = 15
 """Entries that have no worked value yet: this number may only become smaller."""
 
 Example = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
@@ -484,6 +485,40 @@ def the_histogram_and_a_threshold_that_follows():
         "rollout_corr/log_ratio": 2,
         "rollout_corr/rollout_rs_adaptive_threshold": 1.25,
     }
+
+
+@example
+def a_step_that_samples():
+    """Samples of prompts 0 and 1 have 1 and 2 tokens and score 1, 1, 0, 1; see ``table_engines``."""
+    _, found = sample(make_run())
+    expected = {"perf/rollout_tokens_per_second": (1 + 2 + 1 + 2) / 0.5}
+    _, greedy = sample(make_run("algorithm.adv_estimator=remax"))
+    _, gdpo = sample(make_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[length,score]"))
+    expected |= {"critic/reward_baselines/mean": GREEDY_SCORE, "gdpo/length/std": statistics.pstdev([1, 2, 1, 2])}
+    return {**gdpo, **greedy, **found}, expected
+
+
+@example
+def prompts_that_tell_nothing():
+    """Of prompts 0 to 3 two are kept, 1 and 3; all eight samples score 1, 1, 0, 1, 0, 0, 1, 0."""
+    _, found = sample(make_run(FILTER))
+    expected = {
+        "gen_batches": 2,
+        "evicted_samples": 4,
+        "discarded_surplus_samples": 0,
+        "informative_ratio": 2 / 4,
+        "sampled_score_mean": 4 / 8,
+    }
+    return found, under("training/filter_groups/", expected)
+
+
+@example
+def the_overlong_penalty():
+    """Responses of 1 and 2 tokens, of which the last 2 of 3 are penalised, by at most 1."""
+    section = "reward.reward_kwargs.overlong_buffer_cfg"
+    _, found = sample(make_run(f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3"))
+    penalties = {"mean": (0 - 0.5 + 0 - 0.5) / 4, "max": 0, "min": -0.5}
+    return found, {**under("critic/overlong_reward/", penalties), "response_length/overlong_ratio": 2 / 4}
 
 
 @example
