@@ -27,6 +27,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-rc", description="The tools around a training run.")
     subcommands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="SUBCOMMAND")
     _add_explain(subcommands)
+    _add_docs(subcommands)
     _add_doctor(subcommands)
     _add_export(subcommands)
     _add_migrate(subcommands)
@@ -43,6 +44,13 @@ def _add_explain(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
 def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "check whether a run can start here: packages, devices, memory, disk, model, data, reward"
     _add_with_configuration(subcommands, "doctor", summary).set_defaults(run=_doctor)
+
+
+def _add_docs(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "write the generated pages of a checkout: configuration, metrics, migration, presets"
+    parser = subcommands.add_parser("docs", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a page is stale")
+    parser.set_defaults(run=_docs)
 
 
 def _add_with_configuration(
@@ -137,6 +145,19 @@ def _doctor(given: argparse.Namespace) -> int:
         sys.stdout.flush()
     sys.stdout.write(f"{verdict(failures)}\n")
     return 1 if failures else 0
+
+
+def _docs(given: argparse.Namespace) -> int:
+    from verl_rc.report.documents import stale_pages, write_pages  # noqa: PLC0415  (pydantic and yaml, as below)
+
+    root = Path(__file__).parents[1]
+    try:
+        pages = stale_pages(root) if given.check else write_pages(root)
+    except ValueError as error:
+        return _refuse("docs", error)
+    for name in pages:
+        sys.stdout.write(f"{name} is stale: run verl-rc docs\n" if given.check else f"{name} written\n")
+    return 1 if given.check and pages else 0
 
 
 def _with_recipe(arguments: Sequence[str]) -> Sequence[str]:

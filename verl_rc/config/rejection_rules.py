@@ -12,6 +12,16 @@ from verl_rc.config.thresholds import Threshold
 Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 Divergence = Literal["k1", "k2", "k3", "tv", "bkl", "kpop"]
 
+_LARGEST: dict[Divergence, float] = {
+    "k1": math.inf,
+    "k2": 200.0,
+    "k3": math.exp(20.0),
+    "tv": 1.0,
+    "bkl": 18.5,
+    "kpop": 18.5,
+}
+"""Of one token: log-ratios are bounded by ±20, probabilities are kept 1e-8 away from 0 and 1."""
+
 
 @dataclass(frozen=True)
 class RejectionRule:
@@ -36,11 +46,10 @@ class RejectionRule:
 
     @property
     def largest(self) -> float:
-        """What the statistic of one token, a row's mean or a row's maximum can never exceed: log-ratios are bounded by ±20,
-        probabilities kept 1e-8 away from 0 and 1."""
+        """What the statistic of one token, a row's mean or a row's maximum can never exceed."""
         if self.scope == "seq_sum":
             return math.inf
-        return {"k1": math.inf, "k2": 200.0, "k3": math.exp(20.0), "tv": 1.0, "bkl": 18.5, "kpop": 18.5}[self.divergence]
+        return _LARGEST[self.divergence]
 
     @property
     def is_per_token(self) -> bool:

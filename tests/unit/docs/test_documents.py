@@ -2,6 +2,7 @@
 tests/architecture/test_documents.py.)"""
 
 import io
+import json
 import re
 import shlex
 import shutil
@@ -212,11 +213,27 @@ def test_every_document_is_in_the_reading_order():
     assert missing == {ROOT / "docs" / "README.md"}
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAME)
+def test_prose_is_at_most_100_columns_wide(document):
+    assert too_wide(document.read_text()) == []
+
+
 def test_the_first_page_can_be_read_in_a_minute():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 80
-    assert too_wide(text) == []
     assert len(_BLOCK.findall(text)[1][1].splitlines()) == 10  # what the quickstart prints
+
+
+def test_entries_of_the_log_are_short_and_their_numbers_beside_them():
+    text = (ROOT / "docs" / "experiment_log.md").read_text()
+    titles_and_bodies = re.split(r"^#{2,3} (.+)$", text, flags=re.MULTILINE)[1:]
+    for title, body in zip(titles_and_bodies[::2], titles_and_bodies[1::2], strict=True):
+        assert len(body.strip("\n").splitlines()) <= 15, title
+    linked = re.findall(r"\[numbers\]\(([^)]+)\)", text)
+    written = sorted((ROOT / "docs" / "experiment_log").iterdir())
+    assert sorted(ROOT / "docs" / name for name in linked) == written
+    for path in written:
+        assert len(json.loads(path.read_text())) >= 2, path.name
 
 
 def test_pictures_in_documents_are_small_and_have_a_text():
@@ -251,8 +268,25 @@ def test_every_recipe_is_in_the_table_with_its_preset():
         assert named == presets[-1:] or (not named and "rules" in correction), row
 
 
+def rows_of(page):
+    """The cells of every row of the tables in a page, heads left out."""
+    lines = [line.strip("| ") for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("| ")]
+    return [re.split(r" *(?<!\\)\| *", line) for line in lines]
+
+
+def test_the_glossary_has_a_sentence_for_each_word_and_names_of_the_code():
+    words = rows_of("glossary.md")[1:]
+    source = "\n".join(path.read_text() for path in (ROOT / "verl_rc").rglob("*.py"))
+    assert len(words) >= 20
+    for word, meaning in words:
+        assert meaning.endswith("."), word
+        assert meaning.count(". ") == 0, f"{word}: one sentence"
+        names = [name for span in _SPAN.findall(meaning) for name in re.findall(r"\w+", span.split("/")[-1].split("=")[0])]
+        assert [name for name in names if not re.search(rf"\b{name}\b", source)] == [], word
+
+
 def test_every_panel_shows_metrics_of_the_catalogue():
-    text = (ROOT / "docs" / "wandb.md").read_text().split("## Panels")[1]
+    text = (ROOT / "docs" / "running.md").read_text().split("### Panels")[1]
     rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|")][2:]
     assert len(rows) > 20
     for row in rows:

@@ -1,107 +1,15 @@
 """What a step trains on, with engines and a reward that are a table: refilling, trimming, greedy baselines, penalties."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
-import torch
-from small_models import small_run_config
+from table_engines import FILTER, GREEDY_SCORE, make_run, prompt, sample
 
 from verl_rc.checkpoint import RunState
-from verl_rc.data.batches import Completions, Timed
-from verl_rc.data.dataset import PromptRow
-from verl_rc.data.samples import Samples
 from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.ledger import LedgerError
-from verl_rc.rewards import RewardOutput
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-
-SCORES = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0), 4: (1, 1), 5: (0, 1), 6: (0.5, 1), 7: (1, 1)}
-"""The two samples' scores of each prompt: 1, 3, 5 and 6 tell something."""
-GREEDY_SCORE = 7.0
-FILTER = "algorithm.filter_groups.enable=True"
-
-
-def prompt(row: int) -> PromptRow:
-    """A prompt of 1 to 3 tokens that are its own number."""
-    return PromptRow(row, [row] * (1 + row % 3), [], "table", None, {})
-
-
-class Engines:
-    """Sample k of a prompt is k + 1 tokens that are the prompt's number; a greedy response is six of them."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, float]] = []
-        self.asleep = False
-
-    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: Any) -> Timed[Completions]:
-        assert not self.asleep
-        self.calls.append((len(requests), options.temperature))
-        greedy = options.temperature == 0
-        lengths = torch.tensor([6 if greedy else index % 2 + 1 for index in range(len(requests))])
-        numbers = torch.tensor([request.prompt_token_ids[0] for request in requests])
-        mask = torch.arange(7) < lengths[:, None]
-        completions = Completions(
-            responses=torch.where(mask, numbers[:, None], 0),
-            response_lengths=lengths,
-            rollout_log_probs=torch.zeros(mask.shape),
-            policy_versions=torch.where(mask, 0, -1),
-            finished=torch.ones(len(requests), dtype=torch.bool),
-            batch_size=[len(requests)],
-        )
-        return Timed(completions, 0.5)
-
-    def sleep(self) -> list[Any]:
-        self.asleep = True
-        return []
-
-
-class Scorer:
-    """Reads the sample's number from the length of its text."""
-
-    def score(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> list[RewardOutput]:
-        outputs = []
-        for row, text in zip(rows, texts, strict=True):
-            score = GREEDY_SCORE if len(text) == 6 else SCORES[row.row_index][len(text) - 1]
-            outputs.append(RewardOutput(float(score), {"acc": float(score), "length": len(text), "constant": 1.0}))
-        return outputs
-
-
-class Prompts:
-    def __init__(self) -> None:
-        self.drawn = 2
-
-    def draw(self) -> tuple[int, list[PromptRow]]:
-        rows = [prompt(row % 8) for row in range(self.drawn, self.drawn + 2)]
-        self.drawn += 2
-        return self.drawn // 8, rows
-
-
-def make_run(*overrides: str) -> Any:
-    def batch_decode(rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return ["x" * len(row) for row in rows]
-
-    engines = Engines()
-    return SimpleNamespace(
-        config=small_run_config(Path("unused"), *overrides),
-        tokenizer=SimpleNamespace(pad_token_id=99, batch_decode=batch_decode),
-        stop_token_ids=(0,),
-        prompts=Prompts(),
-        scorer=Scorer(),
-        engines=engines,
-        agent_loop=None,
-    )
-
-
-def sample(run: Any) -> tuple[Samples, dict[str, float]]:
-    record = StepRecord()
-    batch = sample_batch(cast(Services, run), RunState(), [prompt(0), prompt(1)], epoch=0, record=record)
-    assert run.engines.asleep
-    return batch, record.metrics()
 
 
 def test_without_a_filter_all_prompts_stay() -> None:

@@ -95,7 +95,7 @@ def test_the_documents_name_the_files_of_a_run_as_they_are_written(tmp_path):
             sink.alert("title", "text", step)
         sink.close()
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")}
-    page = (Path(__file__).parents[4] / "docs" / "after_a_run.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "running.md").read_text()
     named = set(re.findall(r"^\| `([^`]+\.jsonl)`", page, re.MULTILINE))
     assert named <= written
     assert {name for name in written if ".replaced." not in name} <= named

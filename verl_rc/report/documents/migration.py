@@ -1,20 +1,18 @@
-"""Writes docs/migration_from_verl.md from the tables of translations: python scripts/generate_migration_docs.py"""
+"""docs/migration_from_verl.md, from the tables of translations."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from textwrap import fill
 
 from verl_rc.config.migration import migrate
 from verl_rc.config.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
 from verl_rc.config.verl_keys import AGREEMENTS, MOVED, VALUE_NAMES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration_from_verl.md"
-
 _HEAD = """\
 # Coming from verl
 
-An override taken from a verl recipe for FSDP and vLLM means here what it means there, or is refused at the start with what to
-write instead; nothing is read and ignored. Three tools:
+An override taken from a verl recipe for FSDP and vLLM means here what it means there, or is refused
+at the start with what to write instead; nothing is read and ignored. The tools:
 
 ```bash
 verl-rc migrate --recipe verl_run.sh > recipe.sh                # a shell script of any release as a recipe that runs, with notes
@@ -23,17 +21,18 @@ verl-rc explain recipes/quickstart_digits_cpu.sh trainer.seed=2  # what a config
 verl-rc presets                                                  # presets by every name they have had
 ```
 
-`verl-rc migrate` has a shell expand the script's variables, with every program that the script calls by its name, Python
-among them, replaced by one that does nothing. `verl-rc explain recipe.sh` and `verl-rc doctor recipe.sh` read recipes the same
-way.
+`verl-rc migrate` has a shell expand the script's variables, with every program that the script
+calls by its name, Python among them, replaced by one that does nothing. `verl-rc explain recipe.sh`
+and `verl-rc doctor recipe.sh` read recipes the same way.
 
-A refused key ends the run with exit code 2 before anything starts; the message holds the line to write. `+key=value` of verl
-recipes is taken as `key=value` where the key is known. Column names of data files, names of metrics (`rollout_corr/*`,
-`actor/*`, `critic/*`, `timing_s/*`) and the signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*`
-here, as it was in earlier releases.
+A refused key ends the run with exit code 2 before anything starts; the message holds the line to
+write. `+key=value` of verl recipes is taken as `key=value` where the key is known. Column names of
+data files, names of metrics (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s/*`) and the
+signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it was in
+earlier releases.
 
-`scripts/generate_migration_docs.py` writes this page from `verl_rc/config/refused.py` and
-`verl_rc/config/verl_keys.py`, and by translating the examples below.
+`verl-rc docs` writes this page from the tables of refused and renamed keys in `verl_rc/config`, and
+by translating the examples below.
 """
 
 SAME_KEYS: Mapping[str, tuple[str, str]] = {
@@ -65,8 +64,9 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
 _REFUSED_HEAD = """
 ## Keys that are refused
 
-What a run says when one of these keys, or a key below it, is given. A value in the last column says what happens here anyway: the
-key is then dropped. "Of" a switch means that the section may be written out as long as its switch has that value.
+What a run says when one of these keys, or a key below it, is given. A value in the last column says
+what happens here anyway: the key is then dropped. "Of" a switch means that the section may be
+written out as long as its switch has that value.
 """
 
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
@@ -116,8 +116,9 @@ REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
 _CORRECTION_HEAD = """
 ## Rollout correction of every release
 
-What `verl-rc migrate` makes of typical settings. Presets are accepted by all their names ([presets.md](presets.md)); for metrics
-that were renamed see [rollout_correction.md](rollout_correction.md#coming-from-verl).
+What `verl-rc migrate` makes of typical settings. Presets are accepted by all their names
+([presets.md](presets.md)); for metrics that were renamed see
+[rollout_correction.md](rollout_correction.md#coming-from-verl).
 """
 
 CORRECTION_EXAMPLES: Mapping[str, tuple[str, ...]] = {
@@ -229,15 +230,6 @@ def _correction() -> str:
     for release, settings in CORRECTION_EXAMPLES.items():
         migration = migrate(settings)
         given, made = "\n".join(settings), "\n".join(migration.overrides) or "(nothing)"
-        notes = "".join(f"- {note}\n" for note in migration.notes)
+        notes = "".join(f"{fill(note, 100, initial_indent='- ', subsequent_indent='  ')}\n" for note in migration.notes)
         parts.append(f"\n### {release}\n\n```text\n{given}\n```\n\nbecomes\n\n```text\n{made}\n```\n\n{notes}")
     return "".join(parts)
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(render(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

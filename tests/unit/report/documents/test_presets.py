@@ -1,8 +1,7 @@
 """docs/presets.md says what the presets are."""
 
-from generate_preset_docs import fields_in_words, render
-
 from verl_rc.config.rollout_correction import PRESETS
+from verl_rc.report.documents.presets import fields_in_words, render
 
 
 def test_every_preset_has_one_row():

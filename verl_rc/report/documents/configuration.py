@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and configs/reference.yaml from the schema: python scripts/generate_config_docs.py"""
+"""docs/configuration.md and configs/reference.yaml, from the schema."""
 
 import textwrap
 import types
@@ -15,16 +15,13 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import section_of
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "configuration.md"
-REFERENCE = ROOT / "configs" / "reference.yaml"
-
+_CONFIGS = Path(__file__).parents[2] / "configs"
 _WIDTH = 100
 _HEAD = """# Configuration
 
-Every key of `python -m verl_rc.main_ppo key=value …`, with its default; generated from the schema by
-`python scripts/generate_config_docs.py`, which also writes [configs/reference.yaml](../configs/reference.yaml): the same as
-YAML to copy from. Names are verl's.
+Every key of `python -m verl_rc.main_ppo key=value …`, with its default. `verl-rc docs` writes this
+page from the schema, and [configs/reference.yaml](../configs/reference.yaml): the same as YAML to
+copy from. Names are verl's.
 
 ## Groups
 
@@ -41,25 +38,28 @@ python -m verl_rc.main_ppo task=digits hardware=cpu --cfg=job
 python -m verl_rc.main_ppo task=digits hardware=cpu --multirun correction=decoupled_seq_is,bypass_pg_is
 ```
 
-What wins, the weakest first: the schema's defaults, the run file, `hardware`, `model`, `task`, `correction`, and the keys of
-the command line, of which a later one wins over an earlier. No two of these groups set the same key. A task brings the
-model that it is usually trained with, `model=NAME` takes another, and `GROUP=null` or `~GROUP` takes none. A group may be
-given once. `correction=NAME` is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of that
-section that were not given anywhere.
+What wins, the weakest first: the schema's defaults, the run file, `hardware`, `model`, `task`,
+`correction`, and the keys of the command line. A later key wins over an earlier one. No two of
+these groups set the same key. A task brings the model that it is usually trained with, `model=NAME`
+takes another, and `GROUP=null` or `~GROUP` takes none. A group may be given once. `correction=NAME`
+is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of that section that
+were not given anywhere.
 
-Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`. A run file may choose
-from the groups itself, as Hydra's files do: with `defaults: [ppo_trainer, _self_]` its keys win over theirs. A folder
-`DIR/hardware` holds further choices of a group, and any other folder is a new group. `--config-path` is the same with
-precedence over `--config-dir`; both are relative to where you are.
+Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`. A
+run file may choose from the groups itself, as Hydra's files do: with
+`defaults: [ppo_trainer, _self_]` its keys win over theirs. A folder `DIR/hardware` holds further
+choices of a group, and any other folder is a new group. `--config-path` is the same with precedence
+over `--config-dir`; both are relative to where you are.
 
-As in Hydra, `--cfg=job|hydra|all`, `--resolve`, `--package`, `--info` and `--help` print and stop, `~KEY` takes a key back,
-and `--multirun` makes a run for each combination of values, one after the other. Runs of a sweep that name the same
-`trainer.default_local_dir` write to folders 0, 1, … below it. Lists of rules and thresholds hold commas, so that a sweep
-over them is written `choice(2.0,3.0)`. `main_sft` has the same options and no groups.
+As in Hydra, `--cfg=job|hydra|all`, `--resolve`, `--package`, `--info` and `--help` print and stop,
+`~KEY` takes a key back, and `--multirun` makes a run for each combination of values, one after the
+other. Runs of a sweep that name the same `trainer.default_local_dir` write to folders 0, 1, … below
+it. Lists of rules and thresholds hold commas, so that a sweep over them is written
+`choice(2.0,3.0)`. `main_sft` has the same options and no groups.
 """
 _REFERENCE_HEAD = """\
 # Every key of python -m verl_rc.main_ppo with its default and what it means: a list to copy from. Values here are the
-# defaults, so that a run needs none of them. ??? must be given. Written by scripts/generate_config_docs.py.
+# defaults, so that a run needs none of them. ??? must be given. Written by verl-rc docs.
 """
 _PRESET = "preset: null # fills the leaves below that are not given; a name of verl-rc presets, as correction=NAME"
 
@@ -119,7 +119,7 @@ def render_reference() -> str:
 
 
 def _groups() -> Iterator[str]:
-    for folder in sorted(path for path in REFERENCE.parent.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in _CONFIGS.iterdir() if path.is_dir()):
         yield f"| `{folder.name}` | {', '.join(f'`{file.stem}`' for file in sorted(folder.glob('*.yaml')))} |"
     yield "| `correction` | every preset: [presets.md](presets.md) |"
 
@@ -151,13 +151,3 @@ def _choices(annotation: Any) -> str:
     parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     values = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
     return f" One of {', '.join(map(str, values))}{', null' if type(None) in parts else ''}." if len(values) > 1 else ""
-
-
-def main() -> None:
-    """Write both files."""
-    PAGE.write_text(render(), encoding="utf-8")
-    REFERENCE.write_text(render_reference(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

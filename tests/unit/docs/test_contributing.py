@@ -1,0 +1,144 @@
+"""Every patch of CONTRIBUTING.md applies to the package as it is, and what it adds works."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_arguments import ROOT
+
+_PATCH = re.compile(r"^### (Add [^\n]+)\n(?:(?!^##).)*?^```diff\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PATCHES = dict(_PATCH.findall((ROOT / "CONTRIBUTING.md").read_text()))
+
+USES = {
+    "Add a policy loss": """
+import torch
+from sound_run import sound_run
+from verl_rc.config.load import load_run_config
+from verl_rc.losses import compute_policy_loss, policy_loss_names
+from verl_rc.report.documents.configuration import render
+from verl_rc.report.explain import plan_text
+
+old, current = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 1.0]]).log().requires_grad_()
+loss, metrics = compute_policy_loss("surrogate", old, current, torch.tensor([[1.0, -2.0]]), torch.ones(1, 2))
+loss.backward()
+assert abs(loss.item() - 1.75) < 1e-6, loss  # (-1 * 0.5 + 2 * 2) / 2
+assert torch.allclose(current.grad, torch.tensor([[-0.25, 2.0]])), current.grad
+assert "surrogate" in policy_loss_names()
+config = load_run_config([*sound_run(), "actor_rollout_ref.actor.policy_loss.loss_mode=surrogate"])
+assert "−A r" in plan_text(config)
+assert "| `surrogate` | Unclipped surrogate" in render()
+""",
+    "Add an advantage estimator": """
+import torch
+from sound_run import sound_run
+from verl_rc.advantage import compute_advantages
+from verl_rc.config.load import load_run_config
+
+rewards = torch.tensor([[0.0, 1.0], [3.0, 0.0], [2.0, 0.0]])
+advantages, _ = compute_advantages("best_of_group", rewards, torch.tensor([[1, 1], [1, 1], [1, 0]]), group_ids=["a", "a", "b"])
+assert advantages.tolist() == [[-2.0, -2.0], [0.0, 0.0], [0.0, 0.0]], advantages
+assert load_run_config(sound_run("best_of_group")).algorithm.adv_estimator == "best_of_group"
+""",
+    "Add a rejection rule": """
+import torch
+from sound_run import sound_run
+from verl_rc.config.load import load_run_config
+from verl_rc.correction import compute_rollout_correction
+from verl_rc.metrics.catalog import CATALOG
+
+given = {"rollout_rs": "token_l1", "rollout_rs_threshold": 1.0}
+log_ratio = torch.tensor([[0.5, -1.5, 1.5, 0.0]])
+result = compute_rollout_correction(log_ratio - 2, torch.full((1, 4), -2.0), torch.ones(1, 4), given)
+assert result.keep_mask.bool().tolist() == [[True, False, False, True]], result.keep_mask
+name = "rollout_corr/rollout_rs_token_l1_masked_fraction"
+assert result.metrics()[name] == 0.5
+assert CATALOG.find(name) is not None
+load_run_config([*sound_run(), *(f"algorithm.rollout_correction.{key}={value}" for key, value in given.items())])
+""",
+    "Add a metric": """
+import torch
+from small_models import make_train_batch
+from verl_rc.data.batches import RolloutBatch
+from verl_rc.metrics.catalog import CATALOG
+from verl_rc.ppo.batch_metrics import batch_metrics
+
+batch = make_train_batch([7, 2, 5, 4])
+rollouts = RolloutBatch(
+    tokens=batch.tokens,
+    response_mask=batch.response_mask,
+    rollout_log_probs=batch.rollout_log_probs,
+    policy_versions=torch.zeros(4, 7, dtype=torch.int64),
+    group_ids=torch.arange(4),
+    finished=torch.ones(4, dtype=torch.bool),
+    batch_size=[4],
+)
+assert batch_metrics(batch, torch.zeros(4), torch.zeros(4, 7), rollouts, 5, 100)["response_length/median"] == 4.5
+assert CATALOG.find("response_length/median").unit == "tokens"
+""",
+    "Add a stage": """
+import ast, inspect, logging, torch
+from types import SimpleNamespace
+from verl_rc.driver import stages, train
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.metrics.catalog import CATALOG
+
+said = []
+logging.getLogger("verl_rc").addFilter(lambda line: said.append(line.getMessage()))
+logging.getLogger("verl_rc").setLevel(logging.INFO)
+record = StepRecord()
+stages.show_sample(SimpleNamespace(scores=torch.tensor([0.0, 2.0, 1.0]), texts=["a", "b", "c"]), record)
+assert said == ["best response: b"], said
+assert "timing_s/show_sample" in record.metrics()
+assert CATALOG.find("timing_s/show_sample") is not None
+nodes = ast.walk(ast.parse(inspect.getsource(train.train)))
+calls = [node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+assert calls.index("show_sample") > calls.index("publish")
+""",
+}
+"""What a patch makes possible, tried in a process that has the patched package."""
+
+
+def patched(folder: Path, *titles: str) -> Path:
+    """A copy of the package and what it needs, with some patches."""
+    for name in ("verl_rc", "configs"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for title in titles:
+        given = {"input": PATCHES[title], "capture_output": True, "text": True, "check": False}
+        result = subprocess.run(["git", "apply", "--whitespace=error", "-"], cwd=folder, **given)
+        assert result.returncode == 0, f"{title}: {result.stderr}"
+    return folder
+
+
+def run(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    """Python with the package of ``folder`` and the tests' own modules."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")])}
+    return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_there_is_a_patch_for_each_addition() -> None:
+    assert list(PATCHES) == list(USES)
+    for title, patch in PATCHES.items():
+        assert len(re.findall(r"^\+[^+]", patch, re.MULTILINE)) <= 20, f"{title}: keep the patch short"
+
+
+@pytest.mark.parametrize("title", USES)
+def test_a_patch_applies_and_what_it_adds_works(title: str, tmp_path: Path) -> None:
+    result = run(patched(tmp_path, title), "-c", USES[title])
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_its_patch_nothing_works(tmp_path: Path) -> None:
+    result = run(patched(tmp_path), "-c", USES["Add an advantage estimator"])
+    assert "must be" in result.stderr or "unknown" in result.stderr, result.stderr
+
+
+def test_all_of_them_together_keep_the_rules_of_metric_names(tmp_path: Path) -> None:
+    folder = patched(tmp_path, *PATCHES)
+    shutil.copytree(ROOT / "tests" / "architecture", folder / "tests" / "architecture")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    result = run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/architecture/test_metric_names.py")
+    assert result.returncode == 0, result.stdout

@@ -1,0 +1,598 @@
+"""One worked value for each entry of the catalogue: inputs that can be read, and the number that the formula gives by hand.
+
+The numbers on the right are worked out from the catalogue's words. What computes them is the code that reports the metric.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from sound_run import sound_run
+from table_engines import FILTER, GREEDY_SCORE, make_run, sample
+
+from verl_rc.config import RolloutCorrectionConfig
+from verl_rc.config.load import load_run_config
+from verl_rc.correction import compute_rollout_correction
+from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TokenBatch, TokenScores, TrainBatch
+from verl_rc.driver.evaluate import validation_metrics
+from verl_rc.driver.guards import check_mismatch, may_train
+from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
+from verl_rc.driver.stages import describe_correction, judge_gap
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.losses import Aggregation, compute_policy_loss
+from verl_rc.metrics import reduce_metrics
+from verl_rc.metrics.catalog import CATALOG
+from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
+from verl_rc.ppo.objective import policy_objective, value_objective
+from verl_rc.rewards.output import RewardOutput
+from verl_rc.weight_sync.proof import GapLimit, LogProbGap
+from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.workers.memory import memory_metrics
+
+WITHOUT_EXAMPLE = 15
+"""Entries that have no worked value yet: this number may only become smaller."""
+
+Example = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
+"""What the code reports, and what it must be, by name."""
+EXAMPLES: list[Example] = []
+
+LN2 = math.log(2)
+APPROXIMATE = ("_p1", "_p50", "_p99")
+"""Ends of names whose numbers come from a histogram, within 4 %."""
+
+
+def example(function: Example) -> Example:
+    """Adds a function to ``EXAMPLES``."""
+    EXAMPLES.append(function)
+    return function
+
+
+# Three sequences of 2, 1 and 1 tokens. Probability of each token under rollout and under train, and their ratio:
+#   1/4 -> 1/4: 1      1/2 -> 1/8: 1/4        1/8 -> 1/2: 4        1/2 -> 1/8: 1/4
+# The products of the sequences are 1/4, 4 and 1/4, the log-ratios 0, -2 ln 2, 2 ln 2, -2 ln 2.
+ROLLOUT = torch.tensor([[1 / 4, 1 / 2], [1 / 8, 1.0], [1 / 2, 1.0]], dtype=torch.float64).log()
+TRAIN = torch.tensor([[1 / 4, 1 / 8], [1 / 2, 1.0], [1 / 8, 1.0]], dtype=torch.float64).log()
+RESPONSE = torch.tensor([[True, True], [True, False], [True, False]])
+
+
+def corrected(**fields: Any) -> dict[str, float]:
+    facts = {name: fields.pop(name) for name in ("advantages", "group_ids", "policy_versions", "scores") if name in fields}
+    return compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, fields, **facts).metrics()
+
+
+def under(prefix: str, numbers: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}{name}": value for name, value in numbers.items()}
+
+
+@example
+def gap_of_tokens_and_sequences():
+    return corrected(), under(
+        "rollout_corr/",
+        {
+            "training_log_ppl": (2.5 + 1 + 3) / 3 * LN2,
+            "rollout_log_ppl": (1.5 + 3 + 1) / 3 * LN2,
+            "training_ppl": (2**2.5 + 2 + 8) / 3,
+            "rollout_ppl": (2**1.5 + 8 + 2) / 3,
+            "log_ppl_diff": (1 - 2 + 2) / 3 * LN2,
+            "log_ppl_abs_diff": (1 + 2 + 2) / 3 * LN2,
+            "log_ppl_diff_max": 2 * LN2,
+            "log_ppl_diff_min": -2 * LN2,
+            "ppl_ratio": (2 + 1 / 4 + 4) / 3,
+            "kl": (0 + 2 - 2 + 2) / 4 * LN2,
+            "k3_kl": (1 + 1 / 4 + 4 + 1 / 4 + 2 * LN2 - 4) / 4,
+            "chi2_token": (1 + 1 / 16 + 16 + 1 / 16) / 4 - 1,
+            "chi2_seq": (1 / 16 + 16 + 1 / 16) / 3 - 1,
+        },
+    )
+
+
+@example
+def token_weights_truncated_at_2():
+    """The weights are 1, 1/4, 2 and 1/4; their means over the sequences 5/8, 2 and 1/4."""
+    found = corrected(rollout_is="token", rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
+    return found, under(
+        "rollout_corr/rollout_is_",
+        {
+            "mean": 3.5 / 4,
+            "std": math.sqrt(5.125 / 4 - (3.5 / 4) ** 2),
+            "min": 1 / 4,
+            "max": 2,
+            "eff_sample_size": 3.5**2 / (4 * 5.125),
+            "ratio_fraction_high": 1 / 4,
+            "ratio_fraction_low": 2 / 4,
+            "seq_mean": (5 / 8 + 2 + 1 / 4) / 3,
+            "seq_std": statistics.stdev([5 / 8, 2, 1 / 4]),
+            "seq_max": 2,
+            "seq_min": 1 / 4,
+            "seq_max_deviation": 1,
+            "seq_fraction_high": 1 / 3,
+            "seq_fraction_low": 1 / 3,
+            "batch_norm_factor": 3.5 / 4,
+        },
+    )
+
+
+@example
+def token_weights_in_a_band():
+    found = corrected(rollout_is="token", rollout_is_threshold="0.5_2.0")
+    return found, {"rollout_corr/rollout_is_oob_ratio": 3 / 4}
+
+
+@example
+def a_rule_on_tokens():
+    """Statistics 0, 2 ln 2, -2 ln 2, 2 ln 2; bounds -ln 2.5 and ln 2.5; means of the sequences ln 2, -2 ln 2, 2 ln 2."""
+    found = corrected(rollout_rs="token_k1", rollout_rs_threshold="0.4_2.5")
+    rule = {
+        "mean": (0 + 2 - 2 + 2) / 4 * LN2,
+        "std": statistics.pstdev([0, 1, -1, 1]) * math.log(2.5),
+        "max": 2 * LN2,
+        "min": -2 * LN2,
+        "fraction_high": 1 / 4,
+        "fraction_low": 2 / 4,
+        "seq_mean": (1 - 2 + 2) / 3 * LN2,
+        "seq_std": statistics.stdev([1, -2, 2]) * LN2,
+        "seq_max": 2 * LN2,
+        "seq_min": -2 * LN2,
+        "seq_max_deviation": 2 * LN2,
+        "seq_fraction_high": 1 / 3,
+        "seq_fraction_low": 1 / 3,
+        "masked_fraction": 3 / 4,
+        "seq_masked_fraction": 1,
+    }
+    whole = {"masked_fraction": 3 / 4, "seq_masked_fraction": 1, "seq_rejected_fraction": 2 / 3}
+    return found, under("rollout_corr/rollout_rs_token_k1_", rule) | under("rollout_corr/rollout_rs_", whole)
+
+
+@example
+def veto():
+    found = corrected(rollout_rs="token_k1", rollout_rs_threshold="0.1_9.0", rollout_token_veto_threshold=0.3)
+    return found, {
+        "rollout_corr/rollout_is_veto_fraction": 2 / 3,
+        "rollout_corr/rollout_is_catastrophic_token_fraction": 2 / 4,
+    }
+
+
+@example
+def log_probs_that_are_extreme_or_not_finite():
+    train = torch.tensor([[-26.0, -1.0], [math.nan, -1.0]], dtype=torch.float64)
+    config = {"diagnostics": "full", "nonfinite_logprob": "reject_token"}
+    found = compute_rollout_correction(train, torch.full_like(train, -1.0), torch.ones(2, 2), config).metrics()
+    return found, under(
+        "rollout_corr/",
+        {"nonfinite_token_fraction": 1 / 4, "safety_clamped_fraction": 1 / 3, "safety_clamped_seq_fraction": 1 / 2},
+    )
+
+
+@example
+def full_diagnostics_of_tokens():
+    """Two prompts, of two sequences and of one. The newest version is 5, so the tokens' ages are 0, 1, 2 and 0."""
+    found = corrected(
+        rollout_is="token",
+        rollout_is_threshold=2.0,
+        rollout_rs="token_k1,seq_mean_k1",
+        rollout_rs_threshold="0.4_2.5,0.4_2.5",
+        diagnostics="full",
+        group_ids=["a", "a", "b"],
+        policy_versions=torch.tensor([[5, 4], [3, 0], [5, 0]]),
+        scores=torch.tensor([3.0, 0.0, 2.0]),
+    )
+    return found, under(
+        "rollout_corr/",
+        {
+            "log_ratio_p1": -2 * LN2,
+            "log_ratio_seq_p99": 2 * LN2,
+            "log_ratio_geo_p50": -LN2,
+            "log_ratio_abs_max": 2 * LN2,
+            "log_ratio_exact_fraction": 1 / 4,
+            "rollout_is_raw_mean": 5.5 / 4,
+            "rollout_is_applied_mean": 3.5 / 4,
+            "rollout_is_p99": 4,
+            "rollout_is_ess_raw_token": 5.5**2 / (4 * 17.125),
+            "rollout_is_ess_applied_prompt": (1.3125 + 0.25) ** 2 / (2 * (1.3125**2 + 0.25**2)),
+            "rollout_rs_token_k1_exclusive_fraction": 1 / 4,
+            "rollout_rs_overlap_fraction": 2 / 4,
+            "kept_fraction_correct": 1 / 3,
+            "kept_score_mean": 3,
+            "rejected_score_mean": (0 + 2) / 2,
+            "token_age_mean": (0 + 1 + 2 + 0) / 4,
+            "token_age_max": 2,
+            "age_0_token_fraction": 2 / 4,
+            "age_0_kl": (0 + 2) / 2 * LN2,
+            "age_0_k3_kl": (1 / 4 + 2 * LN2 - 1) / 2,
+        },
+    )
+
+
+@example
+def turns_with_tool_output_between():
+    log_ratio = torch.tensor([[1.0, 9.0, -0.5, 0.5]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, True, True]])
+    found = compute_rollout_correction(log_ratio - 9, torch.full_like(log_ratio, -9.0), mask, {"diagnostics": "full"}).metrics()
+    return found, under(
+        "rollout_corr/",
+        {
+            "turn_0_token_fraction": 1 / 3,
+            "turn_0_kl": -1,
+            "turn_0_k3_kl": math.e - 2,
+            "turn_1_token_fraction": 2 / 3,
+            "turn_1_k3_kl": (math.exp(-0.5) + 0.5 - 1 + math.exp(0.5) - 0.5 - 1) / 2,
+        },
+    )
+
+
+TOKENS = TokenBatch(
+    prompts=torch.ones(3, 3, dtype=torch.int64),
+    prompt_lengths=torch.tensor([2, 1, 3]),
+    responses=torch.ones(3, 3, dtype=torch.int64),
+    response_lengths=torch.tensor([3, 2, 1]),
+    batch_size=[3],
+)
+MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+
+
+def train_batch(**fields: Any) -> TrainBatch:
+    zeros = torch.zeros(MASK.shape)
+    given = dict.fromkeys(("old_log_probs", "rollout_log_probs", "advantages", "returns"), zeros) | fields
+    return TrainBatch(tokens=TOKENS, response_mask=MASK, loss_mask=MASK, **given, batch_size=[3])
+
+
+def rollout_batch(**fields: Any) -> RolloutBatch:
+    return RolloutBatch(
+        **{"tokens": TOKENS, "response_mask": MASK, "rollout_log_probs": torch.zeros(MASK.shape)} | fields,
+        policy_versions=torch.zeros(MASK.shape, dtype=torch.int64),
+        group_ids=torch.arange(3),
+        finished=torch.ones(3, dtype=torch.bool),
+        batch_size=[3],
+    )
+
+
+@example
+def lengths_scores_advantages():
+    batch = train_batch(
+        advantages=torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0], [2.0, 0.0, 0.0]]),
+        returns=torch.tensor([[3.0, 2.0, 1.0], [0.0, 0.0, 9.0], [6.0, 9.0, 9.0]]),
+    )
+    rewards = torch.tensor([[0.0, 0.0, 0.5], [-1.0, 1.0, 0.0], [4.0, 0.0, 0.0]])
+    rollouts = rollout_batch(num_turns=torch.tensor([2, 4, 6]), tool_calls=torch.tensor([0, 1, 5]))
+    found = batch_metrics(batch, torch.tensor([1.0, 0.0, 5.0]), rewards, rollouts, 3, 3)
+    spreads = {
+        "critic/score": (2, 5, 0),
+        "critic/rewards": (1.5, 4, 0),
+        "critic/advantages": (0.5, 2, -1),
+        "critic/returns": (2, 6, 0),
+        "response_length": (2, 3, 1),
+        "prompt_length": (2, 3, 1),
+        "global_seqlen": (4, 5, 3),
+        "num_turns": (4, 6, 2),
+        "tool_call_counts": (2, 5, 0),
+    }
+    expected = {
+        f"{name}/{end}": value
+        for name, values in spreads.items()
+        for end, value in zip(("mean", "max", "min"), values, strict=True)
+    }
+    shares = {"response_length/clip_ratio": 1 / 3, "prompt_length/clip_ratio": 1 / 3}
+    return found, {**expected, **shares, "perf/total_num_tokens": 12}
+
+
+@example
+def probabilities_and_entropy_of_the_proximal_policy():
+    """Probabilities 1/2, 1/4, 1/2 under the trainer and 1/4, 1/4, 1/2 under the engine."""
+    mask = torch.tensor([[True, True, True], [False, False, False], [False, False, False]])
+    old, rollout = torch.zeros(3, 3), torch.zeros(3, 3)
+    old[0], rollout[0] = torch.tensor([1 / 2, 1 / 4, 1 / 2]).log(), torch.tensor([1 / 4, 1 / 4, 1 / 2]).log()
+    entropies = torch.full((3, 3), 9.0)
+    entropies[0] = torch.tensor([1.0, 2.0, 6.0])
+    evaluations = PolicyEvaluations(old_log_probs=old, entropys=entropies, batch_size=[3])
+    found = policy_gap_metrics(rollout_batch(response_mask=mask, rollout_log_probs=rollout), evaluations)
+    return found, {
+        "actor/entropy": 3,
+        "training/rollout_probs_diff_valid": 1,
+        "training/rollout_probs_diff_mean": 1 / 12,
+        "training/rollout_probs_diff_max": 1 / 4,
+        "training/rollout_probs_diff_std": statistics.pstdev([1 / 4, 0, 0]),
+        "training/rollout_actor_probs_pearson_corr": 1 / 2,
+    }
+
+
+def one_row(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float32)
+
+
+ROW = TokenBatch(
+    prompts=torch.ones(1, 1, dtype=torch.int64),
+    prompt_lengths=torch.tensor([1]),
+    responses=torch.ones(1, 4, dtype=torch.int64),
+    response_lengths=torch.tensor([4]),
+    batch_size=[1],
+)
+
+
+def reported(totals: ObjectiveTotals) -> dict[str, float]:
+    return reduce_metrics(totals.metrics(is_first_rank=True))
+
+
+@example
+def the_actors_loss():
+    """Ratios 3/2, 1/2, 4, 1 and advantages 1, -1, -1, 1 give -1.2 (clipped), 0.8 (clipped), 3 (dual clip) and -1."""
+    further = ["entropy_coeff=0.1", "use_kl_loss=True", "kl_loss_coef=0.5", "kl_loss_type=mse"]
+    config = load_run_config([*sound_run(), *(f"actor_rollout_ref.actor.{setting}" for setting in further)])
+    current, everything = one_row(3 / 2, 1 / 2, 4, 1).log() - 5, torch.ones(1, 4, dtype=torch.bool)
+    batch = TrainBatch(
+        tokens=ROW,
+        response_mask=everything,
+        loss_mask=everything,
+        old_log_probs=one_row(-5, -5, -5, -5),
+        rollout_log_probs=one_row(-5, -5, -5, -5),
+        advantages=one_row(1, -1, -1, 1),
+        returns=one_row(0, 0, 0, 0),
+        ref_log_prob=current - one_row(1, 1, 2, 0),
+        batch_size=[1],
+    )
+    correction = config.algorithm.rollout_correction
+    objective = policy_objective(
+        TokenScores(current, one_row(1, 2, 3, 4)), batch, config.actor_rollout_ref.actor, correction, Aggregation("token-mean")
+    )
+    totals = ObjectiveTotals("actor", num_updates=2)
+    for norm in (1.0, 3.0):
+        totals.add(objective)
+        totals.add_grad_norm(norm)
+    return reported(totals), {
+        "actor/pg_loss": (-1.2 + 0.8 + 3 - 1) / 4,
+        "actor/entropy_loss": 2.5,
+        "actor/kl_loss": (1 / 2 + 1 / 2 + 2 + 0) / 4,
+        "actor/loss": 0.4 - 0.1 * 2.5 + 0.5 * 0.75,
+        "actor/pg_clipfrac": 2 / 4,
+        "actor/pg_clipfrac_lower": 1 / 4,
+        "actor/ppo_kl": -math.log(3 / 2 * 1 / 2 * 4) / 4,
+        "actor/grad_norm": 2,
+    }
+
+
+@example
+def a_log_ratio_beyond_the_bound():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    _, metrics = compute_policy_loss("vanilla", torch.tensor([[-1.0, -30.0]]), torch.full((1, 2), -1.0), torch.ones(1, 2), mask)
+    found = {name: float(metric.numerator / metric.denominator) for name, metric in metrics.items()}
+    return found, {"actor/ppo_kl_clamped_fraction": 1 / 2, "actor/ppo_kl": -20 / 2}
+
+
+@example
+def the_critics_loss():
+    """Values 1 and 1 after 0 and 1, returns 1 and 3, clip range 1/2: errors 0 or 1/4 (clipped), and 4."""
+    config = load_run_config([*sound_run("gae"), "critic.cliprange_value=0.5", "critic.model.path=m"]).critic
+    mask = torch.tensor([[True, True, False, False]])
+    batch = CriticBatch(
+        tokens=ROW, response_mask=mask, old_values=one_row(0, 1, 9, 9), returns=one_row(1, 3, 9, 9), batch_size=[1]
+    )
+    totals = ObjectiveTotals("critic", num_updates=1)
+    totals.add(value_objective(one_row(1, 1, 7, 7), batch, config, Aggregation("token-mean")))
+    totals.add_grad_norm(2.5)
+    expected = {
+        "critic/vf_loss": (1 / 4 + 4) / 2 / 2,
+        "critic/vf_clipfrac": 1 / 2,
+        "critic/vpred_mean": 1,
+        "critic/grad_norm": 2.5,
+        "critic/vf_explained_var": 1 - (1 / 2) / (2 + 1e-5),
+        "critic/values/mean": 1 / 2,
+        "critic/values/max": 1,
+        "critic/values/min": 0,
+    }
+    return {**reported(totals), **critic_metrics(batch)}, expected
+
+
+@example
+def gradients_that_are_not_finite():
+    found = {}
+    for role in ("actor", "critic"):
+        totals = ObjectiveTotals(role, num_updates=3)
+        for norm in (1.0, math.nan, math.inf):
+            totals.add_grad_norm(norm)
+        found |= reported(totals)
+    return found, {"actor/nonfinite_gradients": 2, "critic/nonfinite_gradients": 2}
+
+
+@example
+def rewards_that_fail_and_columns():
+    outputs = [RewardOutput(1.0, {"acc": 1.0}), RewardOutput(0.0, {"acc": 0.0}), RewardOutput(0.0, {FAILURE_COLUMN: "x"})]
+    found = reduce_metrics(reward_metrics([*outputs, RewardOutput(2.0, {"acc": 0.5})]))
+    expected = {"reward/failed_fraction": 1 / 4, "reward/acc/mean": 1 / 2, "reward/acc/max": 1, "reward/acc/min": 0}
+    return found, expected
+
+
+@example
+def validation_by_two_samples_of_a_prompt():
+    """One prompt: accuracies 0 and 1, answers a and b. Of two drawn with replacement the better is 1 in three of four cases."""
+    rows, scores = [SimpleNamespace(data_source="d", row_index=0)] * 2, torch.tensor([0.0, 2.0])
+    found = validation_metrics(SimpleNamespace(rows=rows, scores=scores, extras={"acc": [0.0, 1.0], "pred": ["a", "b"]}), 2)
+    found |= {
+        name.replace("/d/", "/e/"): value
+        for name, value in validation_metrics(SimpleNamespace(rows=rows, scores=scores, extras={"pred": ["a", "b"]}), 2).items()
+    }
+    std = math.sqrt(3 / 4 * 1 / 4)
+    return found, {
+        "val-core/d/acc/mean@2": 1 / 2,
+        "val-core/d/acc/best@2/mean": 3 / 4,
+        "val-core/d/acc/maj@2/mean": 1 / 2,
+        "val-core/e/reward/mean@2": 1,
+        "val-core/e/reward/best@2/mean": 3 / 2,
+        "val-core/e/reward/maj@2/mean": 1,
+        "val-aux/d/reward/mean@2": 1,
+        "val-aux/d/acc/std@2": math.sqrt(1 / 2),
+        "val-aux/d/reward/best@2/mean": 3 / 2,
+        "val-aux/d/acc/best@2/std": std,
+        "val-aux/d/acc/worst@2/mean": 1 / 4,
+        "val-aux/d/acc/worst@2/std": std,
+        "val-aux/d/reward/maj@2/mean": 1,
+        "val-aux/d/acc/maj@2/std": 1 / 2,
+    }
+
+
+@example
+def engine_against_trainer():
+    services = SimpleNamespace(gap_limit=GapLimit.for_precision("float32", fixed=0.5))
+    mask = torch.tensor([[True, True, False]])
+    gap = LogProbGap.between(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.75, 9.0]]), mask)
+    record = StepRecord()
+    judge_gap(services, SimpleNamespace(rollout_gap_limit=None), gap, record)
+    expected = {"sync/rollout_gap_mean": 0.375, "sync/rollout_gap_max": 0.5, "sync/gap_limit": 0.5}
+    return record.metrics(), expected
+
+
+@example
+def a_mismatch_above_its_limit():
+    alerts = SimpleNamespace(mismatch="warn", mismatch_limit=0.1)
+    record = StepRecord()
+    record.add({"rollout_corr/k3_kl": 0.25})
+    services = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(alerts=alerts)), tracker=Mock())
+    assert check_mismatch(services, record, step=1)
+    return record.metrics(), {"alerts/mismatch": 1}
+
+
+@example
+def a_reward_that_has_collapsed():
+    alerts = SimpleNamespace(reward_window=1, reward_drop=0.5, reward_collapse="skip", mismatch="warn", mismatch_limit=None)
+    correction = SimpleNamespace(bypass_mode=False)
+    config = SimpleNamespace(trainer=SimpleNamespace(alerts=alerts), algorithm=SimpleNamespace(rollout_correction=correction))
+    record, batch = StepRecord(), train_batch()
+    record.ledger.sampled(6)
+    rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
+    with patch("verl_rc.driver.guards.require_sampled_tokens"):
+        scored, services = SimpleNamespace(batch=batch, correction=None), SimpleNamespace(config=config, tracker=Mock())
+        assert not may_train(services, rewards, Mock(), scored, record, step=2)
+    return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
+
+
+@example
+def the_histogram_and_a_threshold_that_follows():
+    """Two of the log-ratios are -2 ln 2."""
+    fields = {"diagnostics": "full", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
+    config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": 0.9})
+    statistics_of_step = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, config).statistics
+    services = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(rollout_correction=config)))
+    control = SimpleNamespace(correction=lambda config: config, threshold=SimpleNamespace(threshold=1.25))
+    record, tracker = StepRecord(), Mock()
+    describe_correction(services, statistics_of_step, control, record)
+    record.log(tracker, step=1)
+    name, edges, counts, _ = tracker.log_histogram.call_args.args
+    inside = sum(count for count, low, high in zip(counts, edges, edges[1:], strict=False) if low <= -2 * LN2 <= high)
+    return {**record.metrics(), name: inside}, {
+        "rollout_corr/log_ratio": 2,
+        "rollout_corr/rollout_rs_adaptive_threshold": 1.25,
+    }
+
+
+@example
+def a_step_that_samples():
+    """Samples of prompts 0 and 1 have 1 and 2 tokens and score 1, 1, 0, 1; see ``table_engines``."""
+    _, found = sample(make_run())
+    expected = {"perf/rollout_tokens_per_second": (1 + 2 + 1 + 2) / 0.5}
+    _, greedy = sample(make_run("algorithm.adv_estimator=remax"))
+    _, gdpo = sample(make_run("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[length,score]"))
+    expected |= {"critic/reward_baselines/mean": GREEDY_SCORE, "gdpo/length/std": statistics.pstdev([1, 2, 1, 2])}
+    return {**gdpo, **greedy, **found}, expected
+
+
+@example
+def prompts_that_tell_nothing():
+    """Of prompts 0 to 3 two are kept, 1 and 3; all eight samples score 1, 1, 0, 1, 0, 0, 1, 0."""
+    _, found = sample(make_run(FILTER))
+    expected = {
+        "gen_batches": 2,
+        "evicted_samples": 4,
+        "discarded_surplus_samples": 0,
+        "informative_ratio": 2 / 4,
+        "sampled_score_mean": 4 / 8,
+    }
+    return found, under("training/filter_groups/", expected)
+
+
+@example
+def the_overlong_penalty():
+    """Responses of 1 and 2 tokens, of which the last 2 of 3 are penalised, by at most 1."""
+    section = "reward.reward_kwargs.overlong_buffer_cfg"
+    _, found = sample(make_run(f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3"))
+    penalties = {"mean": (0 - 0.5 + 0 - 0.5) / 4, "max": 0, "min": -0.5}
+    return found, {**under("critic/overlong_reward/", penalties), "response_length/overlong_ratio": 2 / 4}
+
+
+@example
+def memory_in_gib():
+    gib = 1 << 30
+    device = SimpleNamespace(type="cuda")
+    with (
+        patch("verl_rc.workers.memory.host_memory", return_value={"MemTotal": 8 * gib, "MemAvailable": 3 * gib}),
+        patch("torch.cuda.max_memory_allocated", return_value=6 * gib),
+        patch("torch.cuda.max_memory_reserved", return_value=7 * gib),
+    ):
+        found = reduce_metrics(memory_metrics(device))
+    names = ("cpu_memory_used", "max_memory_allocated", "max_memory_reserved")
+    return found, {f"perf/{name}_gb": value for name, value in zip(names, (5, 6, 7), strict=True)}
+
+
+@example
+def every_account_of_the_ledger():
+    tokens = {"trained": 1, "rejected": 2, "nonfinite": 3, "withheld": 4, "filtered": 5, "surplus": 6, "baseline": 7}
+    prompts = {"in_batch": 3, "filtered": 2, "surplus": 1}
+    record = StepRecord()
+    record.ledger.sampled(28, prompts=6)
+    record.ledger.book(tokens)
+    record.ledger.book_prompts(prompts)
+    expected = {f"ledger/{account}_tokens": count for account, count in tokens.items()}
+    expected |= {f"ledger/prompts_{account}": count for account, count in prompts.items()}
+    return record.ledger.close(), {**expected, "ledger/sampled_tokens": 28, "ledger/prompts_sampled": 6}
+
+
+@example
+def seconds_speeds_and_replacements():
+    """Stage number n takes n seconds, its slowest worker computes for n / 4 of them, and the step 100 in all."""
+    names = [spec.name for spec in CATALOG]
+    stages = [name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/") and name != "timing_s/step"]
+    busy = [name.removeprefix("timing_busy_s/") for name in names if name.startswith("timing_busy_s/")]
+    with patch("verl_rc.driver.step_record.time.perf_counter", return_value=0.0) as clock:
+        record = StepRecord(engines_replaced=2)
+        record.requests_reissued = 3
+        record.count_tokens(response=50, total=200, num_devices=4)
+        record.ledger.book({"trained": 40})
+        for number, stage in enumerate(stages, start=1):
+            with record.stage(stage):
+                clock.return_value += number
+            if stage in busy:
+                record.add_busy(stage, number / 4)
+        clock.return_value = 200.0
+        found = record.metrics()
+    seconds = {stage: float(number) for number, stage in enumerate(stages, start=1)}
+    computed = sum(seconds[stage] / 4 for stage in busy)
+    work = computed + seconds["reward"] + seconds["testing"] + seconds["save_checkpoint"]
+    per_token = [name.removeprefix("timing_per_token_ms/") for name in names if name.startswith("timing_per_token_ms/")]
+    return found, {
+        **under("timing_s/", seconds),
+        **under("timing_busy_s/", {stage: seconds[stage] / 4 for stage in busy}),
+        **under("timing_per_token_ms/", {stage: 1000 * seconds[stage] / (50 if stage == "gen" else 200) for stage in per_token}),
+        "timing_s/step": 200,
+        "perf/time_per_step": 200,
+        "perf/throughput": 200 / (200 * 4),
+        "perf/useful_tokens_per_second": 40 / 200,
+        "perf/overhead_fraction": 1 - work / 200,
+        "recovery/engines_replaced": 2,
+        "recovery/requests_reissued": 3,
+    }
+
+
+@pytest.mark.parametrize("worked", EXAMPLES, ids=lambda function: function.__name__)
+def test_the_code_reports_what_the_formula_gives(worked: Example) -> None:
+    found, expected = worked()
+    assert {name: found.get(name) for name in expected} == {
+        name: pytest.approx(value, rel=0.04 if name.endswith(APPROXIMATE) else 1e-6, abs=1e-6) for name, value in expected.items()
+    }
+
+
+def test_entries_without_a_worked_value_become_fewer() -> None:
+    worked = {name for function in EXAMPLES for name in function()[1]}
+    missing = [spec.name for spec in CATALOG if not any(spec is CATALOG.find(name) for name in worked)]
+    assert len(missing) == WITHOUT_EXAMPLE, missing

@@ -1,0 +1,55 @@
+"""``verl-rc docs``: pages that say what the code says now."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from recipe_arguments import ROOT
+
+from verl_rc import cli
+from verl_rc.report.documents import PAGES, stale_pages, write_pages
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The generated pages by themselves."""
+    for name in PAGES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_the_pages_are_current() -> None:
+    assert stale_pages(ROOT) == [], "run: verl-rc docs"
+
+
+def test_a_page_that_is_stale_or_missing_is_written(checkout: Path) -> None:
+    with (checkout / "docs/metrics.md").open("a") as page:
+        page.write("x\n")
+    (checkout / "docs/presets.md").unlink()
+    assert stale_pages(checkout) == ["docs/metrics.md", "docs/presets.md"]
+    assert write_pages(checkout) == ["docs/metrics.md", "docs/presets.md"]
+    assert stale_pages(checkout) == []
+    assert (checkout / "docs/metrics.md").read_text() == (ROOT / "docs/metrics.md").read_text()
+
+
+def test_the_command_checks_and_writes(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "__file__", str(checkout / "verl_rc" / "cli.py"))
+    assert cli.main(["docs", "--check"]) == 0
+    (checkout / "docs/presets.md").write_text("old\n")
+    assert cli.main(["docs", "--check"]) == 1
+    assert capsys.readouterr().out == "docs/presets.md is stale: run verl-rc docs\n"
+    assert (checkout / "docs/presets.md").read_text() == "old\n"
+    assert cli.main(["docs"]) == 0
+    assert capsys.readouterr().out == "docs/presets.md written\n"
+    assert cli.main(["docs", "--check"]) == 0
+
+
+def test_outside_of_a_checkout_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "verl_rc" / "cli.py"))
+    assert cli.main(["docs"]) == 2
+    assert "belong to a checkout" in capsys.readouterr().err
