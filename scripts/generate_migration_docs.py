@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from verl_rc.config.migration import migrate
-from verl_rc.config.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
-from verl_rc.config.verl_keys import AGREEMENTS, MOVED, VALUE_NAMES
+from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES
+from verl_rc.config.verl.migration import migrate
+from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration_from_verl.md"
 
@@ -32,8 +32,8 @@ recipes is taken as `key=value` where the key is known. Column names of data fil
 `actor/*`, `critic/*`, `timing_s/*`) and the signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*`
 here, as it was in earlier releases.
 
-`scripts/generate_migration_docs.py` writes this page from `verl_rc/config/refused.py` and
-`verl_rc/config/verl_keys.py`, and by translating the examples below.
+`scripts/generate_migration_docs.py` writes this page from `verl_rc/config/verl/refused.py` and
+`verl_rc/config/verl/keys.py`, and by translating the examples below.
 """
 
 SAME_KEYS: Mapping[str, tuple[str, str]] = {

@@ -16,12 +16,12 @@ from verl_rc import cli
 from verl_rc.config.load import load_run_config
 from verl_rc.config.load.arguments import parse
 from verl_rc.config.load.compose import Composer
-from verl_rc.config.migration import is_correction_key
 from verl_rc.config.rollout_correction import PRESETS
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
 from verl_rc.config.sft import SftConfig
-from verl_rc.config.verl_keys import is_verl_key
+from verl_rc.config.verl.keys import is_verl_key
+from verl_rc.config.verl.migration import is_correction_key
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.sinks import ConsoleSink
 

@@ -21,7 +21,7 @@ from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
-from verl_rc.config.verl_keys import moved
+from verl_rc.config.verl.keys import moved
 from verl_rc.data.dataset import PromptOptions
 from verl_rc.driver import stages
 from verl_rc.driver.services import Services

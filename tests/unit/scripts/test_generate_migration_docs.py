@@ -5,11 +5,11 @@ import re
 from generate_migration_docs import CORRECTION_EXAMPLES, SAME_KEYS, render
 
 from verl_rc.config.load import load_config
-from verl_rc.config.migration import migrate
-from verl_rc.config.refused import REFUSALS, RENAMED
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
-from verl_rc.config.verl_keys import MOVED
+from verl_rc.config.verl.keys import MOVED
+from verl_rc.config.verl.migration import migrate
+from verl_rc.config.verl.refused import REFUSALS, RENAMED
 
 
 def test_every_key_of_the_tables_is_named():

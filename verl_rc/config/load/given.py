@@ -18,7 +18,7 @@ from verl_rc.config.load.problems import refuse_huge
 from verl_rc.config.rollout_correction import preset_fields
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import defaults
-from verl_rc.config.verl_keys import Settled, settle
+from verl_rc.config.verl.keys import Settled, settle
 
 MISSING = "???"
 """Hydra's mark of a value that is still to be given."""

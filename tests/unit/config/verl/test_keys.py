@@ -6,10 +6,10 @@ import pytest
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
-from verl_rc.config.refused import refusal_of
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
-from verl_rc.config.verl_keys import AGREEMENTS, MOVED, VALUE_NAMES, is_verl_key, moved, settle, settle_leaf
+from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, is_verl_key, moved, settle, settle_leaf
+from verl_rc.config.verl.refused import refusal_of
 
 KNOWN = set(known_keys(RunConfig))
 SOUND = [

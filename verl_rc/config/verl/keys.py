@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.errors import ConfigError, shortened
-from verl_rc.config.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
 from verl_rc.config.run import RunConfig
+from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
 
 MOVED = {
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",

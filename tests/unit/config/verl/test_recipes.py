@@ -13,10 +13,10 @@ import pytest
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
-from verl_rc.config.refused import REFUSED_VALUES, refusal_of
 from verl_rc.config.run import FALLBACKS, RunConfig
 from verl_rc.config.schema import known_keys
-from verl_rc.config.verl_keys import AGREEMENTS, is_verl_key, moved, settle, settle_leaf
+from verl_rc.config.verl.keys import AGREEMENTS, is_verl_key, moved, settle, settle_leaf
+from verl_rc.config.verl.refused import REFUSED_VALUES, refusal_of
 from verl_rc.report.explain import plan_text
 
 FOLDER = Path(__file__).parents[2] / "verl_recipes"

@@ -9,11 +9,11 @@ from typing import Any
 import yaml
 
 from verl_rc.config.errors import shortened
-from verl_rc.config.recipe_script import arguments_of_script, is_recipe_script
-from verl_rc.config.refused import RENAMED
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.rollout_correction_legacy import VERLS_FIELDS, import_legacy, is_legacy_key
-from verl_rc.config.verl_keys import moved, settle_leaf
+from verl_rc.config.verl.keys import moved, settle_leaf
+from verl_rc.config.verl.recipe_script import arguments_of_script, is_recipe_script
+from verl_rc.config.verl.refused import RENAMED
+from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, import_legacy, is_legacy_key
 
 _SECTION = "algorithm.rollout_correction"
 _OWN_LEAVES = set(RolloutCorrectionConfig.model_fields) - set(VERLS_FIELDS)

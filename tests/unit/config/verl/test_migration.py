@@ -6,8 +6,8 @@ import pytest
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
-from verl_rc.config.migration import Migration, is_correction_key, migrate
-from verl_rc.config.recipe_script import arguments_of_script
+from verl_rc.config.verl.migration import Migration, is_correction_key, migrate
+from verl_rc.config.verl.recipe_script import arguments_of_script
 
 SECTION = "algorithm.rollout_correction"
 REST = [
@@ -52,7 +52,7 @@ def test_a_shell_script_of_verl_becomes_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "verl.sh").write_text(
         "set -x\nMODEL=org/model\npython3 -m verl.trainer.main_ppo --config-path=config --config-name=ppo_trainer \\\n"
         "  actor_rollout_ref.model.path=$MODEL actor_rollout_ref.actor.grad_clip=0.5 \\\n"
-        "  +algorithm.rollout_is=True algorithm.rollout_is_threshold=3 trainer.logger='[\"console\",\"wandb\"]' $@\n"
+        '  +algorithm.rollout_is=True algorithm.rollout_is_threshold=3 trainer.logger=\'["console","wandb"]\' $@\n'
     )
     migration = migrate([str(tmp_path / "verl.sh"), "trainer.nnodes=2"])
     (tmp_path / "recipe.sh").write_text(migration.recipe())
