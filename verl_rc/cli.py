@@ -141,7 +141,7 @@ def _doctor(given: argparse.Namespace) -> int:
 
 def _with_recipe(arguments: Sequence[str]) -> Sequence[str]:
     """The arguments that a recipe named first would start a run with, called with the others."""
-    from verl_rc.config.verl.recipe_script import arguments_of_script, is_recipe_script  # noqa: PLC0415  (beside the loader)
+    from verl_rc.config.verl.migration import arguments_of_script, is_recipe_script  # noqa: PLC0415  (beside the loader)
 
     return arguments_of_script(arguments[0], arguments[1:]) if is_recipe_script(arguments[0]) else arguments
 

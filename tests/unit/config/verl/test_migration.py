@@ -6,8 +6,7 @@ import pytest
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
-from verl_rc.config.verl.migration import Migration, is_correction_key, migrate
-from verl_rc.config.verl.recipe_script import arguments_of_script
+from verl_rc.config.verl.migration import Migration, arguments_of_script, is_correction_key, migrate
 
 SECTION = "algorithm.rollout_correction"
 REST = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from recipe_arguments import RECIPES, arguments_of
 
-from verl_rc.config.verl.recipe_script import arguments_of_script, is_recipe_script
+from verl_rc.config.verl.migration import arguments_of_script, is_recipe_script
 
 CALL = "python3 -m verl.trainer.main_ppo"
 

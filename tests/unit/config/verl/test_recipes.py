@@ -19,7 +19,7 @@ from verl_rc.config.verl.keys import AGREEMENTS, is_verl_key, moved, settle, set
 from verl_rc.config.verl.refused import REFUSED_VALUES, refusal_of
 from verl_rc.report.explain import plan_text
 
-FOLDER = Path(__file__).parents[2] / "verl_recipes"
+FOLDER = Path(__file__).parents[3] / "verl_recipes"
 RECIPES = {path.stem: json.loads(path.read_text()) for path in sorted((FOLDER / "examples").glob("*.json"))}
 DEFAULTS = json.loads((FOLDER / "defaults" / "ppo_trainer.json").read_text())
 FOLLOWED_KEYS = json.loads((FOLDER / "defaults" / "followed_keys.json").read_text())
