@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.rewards.tools import CALCULATOR, ToolError, evaluate_expression
+from verl_rc.rollout.tools import CALCULATOR, ToolError, evaluate_expression
 
 NUMBERS = st.integers(0, 999).map(str)
 EXPRESSIONS = st.recursive(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.rewards.tools import CALCULATOR, find_tools
+from verl_rc.rollout.tools import CALCULATOR, find_tools
 
 SOURCE = """
-from verl_rc.rewards.tools import Tool
+from verl_rc.rollout.tools import Tool
 SHOUT = Tool("shout", "Shouts.", {"text": "what"}, lambda text: text.upper())
 TWIN = Tool("calculator", "Another.", {}, lambda: "")
 """
@@ -32,7 +32,7 @@ def test_found_by_name_in_their_order(own_module: str) -> None:
 def test_what_cannot_be_found_is_named(own_module: str) -> None:
     for name, message in (
         ("calculater", "got 'calculater'; the nearest is calculator"),
-        (f"{own_module}:NONE", "must be a verl_rc.rewards.tools.Tool, got None"),
+        (f"{own_module}:NONE", "must be a verl_rc.rollout.tools.Tool, got None"),
         ("no_such_module:X", "cannot be imported"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from verl_rc.rewards.tools import Tool, ToolCaller, ToolError, ToolFailedError
+from verl_rc.rollout.tools import Tool, ToolCaller, ToolError, ToolFailedError
 
 
 def behave(how: str) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_rc.rewards.tools import Tool, ToolError
+from verl_rc.rollout.tools import Tool, ToolError
 
 
 def joined(left: str, right: str) -> str:
