@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from verl_rc.config.nearest import nearest_key
+from verl_rc.config.errors import nearest_key
 
 
 class ToolError(ValueError):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from verl_rc.config.nearest import nearest_key
+from verl_rc.config.errors import nearest_key
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
 

@@ -10,9 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from pydantic import BaseModel
 
-from verl_rc.config.errors import ConfigError, shortened
+from verl_rc.config.errors import ConfigError, nearest_key, shortened
 from verl_rc.config.load.compose import Composer
-from verl_rc.config.nearest import nearest_key
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import has_key, known_keys, leads_to_leaf
 from verl_rc.config.verl.keys import is_verl_key, refused_for
