@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from verl_rc.config.algorithms import LossAggregation, PolicyLossOptions, RatioOptions
-from verl_rc.config.base import StrictModel
+from verl_rc.config.schema import StrictModel
 
 Precision = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 

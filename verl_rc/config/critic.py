@@ -6,7 +6,7 @@ from pydantic import Field
 
 from verl_rc.config.actor import FsdpConfig, OptimConfig
 from verl_rc.config.algorithms import LossAggregation
-from verl_rc.config.base import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath
 
 
 class CriticModelConfig(StrictModel):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from verl_rc.config.base import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath
 
 
 class ModelConfig(StrictModel):

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from verl_rc.config.actor import FsdpConfig
-from verl_rc.config.base import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath
 
 
 class ReferenceConfig(StrictModel):

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from verl_rc.config.base import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath
 
 
 class CustomRewardFunctionConfig(StrictModel):

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from verl_rc.config.base import StrictModel
+from verl_rc.config.schema import StrictModel
 
 DEFAULT_CPU_CACHE_MEGABYTES = 256
 """What ``kv_cache_megabytes=null`` means on a CPU, MiB."""

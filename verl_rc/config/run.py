@@ -9,13 +9,13 @@ from pydantic_core import PydanticUndefined
 
 from verl_rc.config.actor import ActorConfig
 from verl_rc.config.algorithm import AlgorithmConfig
-from verl_rc.config.base import StrictModel
 from verl_rc.config.critic import CriticConfig
 from verl_rc.config.data import DataConfig
 from verl_rc.config.model import ModelConfig
 from verl_rc.config.reference import ReferenceConfig
 from verl_rc.config.reward import RewardConfig
 from verl_rc.config.rollout import RolloutConfig
+from verl_rc.config.schema import StrictModel
 from verl_rc.config.trainer import RayKwargsConfig, TrainerConfig
 
 # Values that follow another key unless given: (key, the key it follows).

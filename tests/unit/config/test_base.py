@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field, ValidationError
 
-from verl_rc.config.base import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath
 
 
 class Section(StrictModel):
