@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from verl_rc.config.actor import KlKind
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorInput, EstimatorSpec
+from verl_rc.config.models import KlKind
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.schema import StrictModel
 

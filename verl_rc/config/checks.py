@@ -7,7 +7,7 @@ from pathlib import Path
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.reference import ReferenceConfig
+from verl_rc.config.models import ReferenceConfig
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.writable import folder_problem

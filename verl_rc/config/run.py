@@ -7,12 +7,9 @@ from typing import Any, cast
 from pydantic import BaseModel, model_validator
 from pydantic_core import PydanticUndefined
 
-from verl_rc.config.actor import ActorConfig
 from verl_rc.config.algorithm import AlgorithmConfig
-from verl_rc.config.critic import CriticConfig
 from verl_rc.config.data import DataConfig
-from verl_rc.config.model import ModelConfig
-from verl_rc.config.reference import ReferenceConfig
+from verl_rc.config.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from verl_rc.config.reward import RewardConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.schema import StrictModel

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from verl_rc.config.model import model_source
+from verl_rc.config.models import model_source
 
 _REMOTE_CODE_PACKAGE = "transformers_modules"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from verl_rc.config.model import model_source
+from verl_rc.config.models import model_source
 from verl_rc.workers.packed_attention import PACKED_ATTENTION, PackedLayout
 
 

@@ -7,15 +7,13 @@ import torch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl_rc.config.actor import OptimConfig
+from verl_rc.config.models import OptimConfig
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> AdamW:
     """AdamW over fp32 master weights; the fused kernel where torch has one for the device."""
     trainable = [p for p in parameters if p.requires_grad]
-    return AdamW(
-        trainable, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True
-    )
+    return AdamW(trainable, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True)
 
 
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:

@@ -1,6 +1,6 @@
 """``actor_rollout_ref.actor``: verl's defaults, and every field documented."""
 
-from verl_rc.config.actor import ActorConfig
+from verl_rc.config.models import ActorConfig
 
 
 def test_defaults_are_verls() -> None:

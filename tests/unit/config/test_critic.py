@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from verl_rc.config.critic import CriticConfig
 from verl_rc.config.load import load_run_config
+from verl_rc.config.models import CriticConfig
 
 GIVEN = [
     "data.train_files=a.parquet",

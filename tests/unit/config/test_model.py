@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.config.model import ModelConfig, model_source
+from verl_rc.config.models import ModelConfig, model_source
 
 
 def test_defaults_are_verls() -> None:

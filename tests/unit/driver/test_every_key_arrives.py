@@ -16,9 +16,9 @@ from sound_run import sound_run
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster import placement
 from verl_rc.cluster.ray_session import start_ray
-from verl_rc.config.actor import OptimConfig
 from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.load import load_run_config
+from verl_rc.config.models import OptimConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
 from verl_rc.config.verl.keys import moved

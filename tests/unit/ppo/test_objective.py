@@ -11,7 +11,7 @@ import torch
 from small_models import make_train_batch, small_run_config
 from torch import Tensor
 
-from verl_rc.config.actor import ActorConfig
+from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import Aggregation, CovarianceStatistics, PolicyLossInputs, selection_scores
@@ -199,9 +199,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(fields: Mapping[str, obj
     assert abs(whole - float(vanilla)) > 1e-3
 
 
-def over_two_ranks(
-    name: str, shares: list[list[PolicyLossInputs]]
-) -> tuple[CovarianceStatistics, CovarianceStatistics]:
+def over_two_ranks(name: str, shares: list[list[PolicyLossInputs]]) -> tuple[CovarianceStatistics, CovarianceStatistics]:
     """Two ranks in two threads, which wait for each other where ranks would."""
     barrier = Barrier(2, timeout=60)
     sent: dict[int, Tensor] = {}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from small_models import free_port, make_train_batch, small_run_config
 
-from verl_rc.config.actor import PolicyLossConfig
 from verl_rc.config.algorithms import LOSS_MODES
+from verl_rc.config.models import PolicyLossConfig
 from verl_rc.data.batches import TrainBatch
 from verl_rc.distributed.mesh import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare

@@ -1,11 +1,40 @@
-"""How the policy is updated."""
+"""The models of a run: which one is trained, how actor and critic are updated, and the reference the actor is held close to."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from verl_rc.config.algorithms import LossAggregation, PolicyLossOptions, RatioOptions
-from verl_rc.config.schema import StrictModel
+from verl_rc.config.schema import StrictModel, UserPath
+
+
+class ModelConfig(StrictModel):
+    """``actor_rollout_ref.model.*``."""
+
+    path: UserPath
+    """Hugging Face model folder or hub id."""
+    use_remove_padding: bool = True
+    """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Off unless you trust its author."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of LoRA adapters; 0 trains all parameters. The reference policy is then the actor without its adapters."""
+    lora_alpha: int = Field(16, ge=1)
+    """Scale of the adapters: their product counts lora_alpha / lora_rank times."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer but the output)."""
+    exclude_modules: str | list[str] | None = None
+    """Modules that get none: names or a regular expression."""
+
+
+def model_source(path: str) -> str:
+    """``path`` as transformers takes it: that of a folder with ``~`` written out, a hub id as it is."""
+    folder = Path(path).expanduser()
+    return str(folder) if folder.is_dir() else path
+
 
 Precision = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
@@ -115,3 +144,80 @@ class ActorConfig(RatioOptions):
                 "actor_rollout_ref.actor.use_dynamic_bsz=True with ppo_max_token_len_per_gpu=<tokens>; neither was given"
             )
         return self
+
+
+class CriticModelConfig(StrictModel):
+    """``critic.model.*``: the transformer below the value head."""
+
+    path: UserPath | None = None
+    """Hugging Face model folder or hub id; null: ``actor_rollout_ref.model.path``."""
+    use_remove_padding: bool | None = None
+    """Pack real tokens instead of padding rows; null: ``actor_rollout_ref.model.use_remove_padding``."""
+    enable_gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass; null: as the actor does."""
+    trust_remote_code: bool | None = None
+    """Run code that comes with the model; null: as for the actor's."""
+
+
+class CriticOptimConfig(OptimConfig):
+    """``critic.optim.*``."""
+
+    lr: float = Field(1e-5, ge=0)
+    """Peak learning rate."""
+
+
+class CriticCheckpointConfig(StrictModel):
+    """``critic.checkpoint.*``."""
+
+    async_save: bool | None = None
+    """Write beside the next step; null: as the actor does."""
+
+
+class CriticConfig(StrictModel):
+    """``critic.*``. A value left null follows the actor."""
+
+    enable: bool | None = None
+    """Train a critic; null: if the advantage estimator needs values (``gae``)."""
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
+    """Sharding; both names mean FSDP2 here."""
+    model: CriticModelConfig = CriticModelConfig()
+    """The transformer below the value head."""
+    optim: CriticOptimConfig = CriticOptimConfig()
+    """Optimizer."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """Sharding and precision."""
+    checkpoint: CriticCheckpointConfig = CriticCheckpointConfig()
+    """How it is saved."""
+    ppo_mini_batch_size: int | None = Field(None, ge=1)
+    """Prompts per optimizer step, over all ranks; null: the actor's."""
+    ppo_epochs: int | None = Field(None, ge=1)
+    """Passes over the batch in each step; null: the actor's."""
+    shuffle: bool | None = None
+    """Draw a new order of rows in each pass; null: the actor's."""
+    use_dynamic_bsz: bool | None = None
+    """Fill micro-batches by tokens; null: the actor's."""
+    ppo_max_token_len_per_gpu: int = Field(32768, ge=1)
+    """Tokens of one micro-batch on one rank, in the update and when values are computed, with ``use_dynamic_bsz``."""
+    ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Rows of one micro-batch on one rank without ``use_dynamic_bsz``; null: the actor's."""
+    loss_agg_mode: LossAggregation | None = None
+    """How token losses become one number; null: the actor's."""
+    cliprange_value: float = Field(0.5, gt=0)
+    """How far a value may move from its old one before its loss is clipped, in units of reward."""
+
+
+class ReferenceConfig(StrictModel):
+    """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no model of its own."""
+
+    model_path: UserPath | None = None
+    """Hugging Face model folder or hub id; null: ``actor_rollout_ref.model.path``."""
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
+    """Sharding; both names mean FSDP2 here."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """Sharding and precision; there is no optimizer to offload."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Fill log-prob micro-batches by tokens; null: ``actor.use_dynamic_bsz``."""
+    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)
+    """Tokens of a log-prob micro-batch; null: ``actor.ppo_max_token_len_per_gpu``."""
+    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Rows of a log-prob micro-batch; null: ``actor.ppo_micro_batch_size_per_gpu``."""
