@@ -5,7 +5,7 @@ from typing import Any
 
 from verl_rc.cluster.environment import trainer_environment
 from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
-from verl_rc.config.reward import RewardModelConfig
+from verl_rc.config.task import RewardModelConfig
 from verl_rc.workers.host import usable_cores
 
 

@@ -7,7 +7,7 @@ from multiprocessing.connection import wait
 from time import monotonic
 
 from verl_rc.cluster.reward_process import NoAnswer, RewardProcess
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 from verl_rc.rewards.process import Answer, Failed, Ready, Refused
 from verl_rc.workers.host import usable_cores

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 
 from verl_rc.cluster.environment import python_path
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.rewards.process import Answer
 
 _PROGRAM = "from verl_rc.rewards.process import main; main()"  # not -m: what it sends must not be of a module __main__

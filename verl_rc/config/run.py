@@ -8,11 +8,10 @@ from pydantic import BaseModel, model_validator
 from pydantic_core import PydanticUndefined
 
 from verl_rc.config.algorithm import AlgorithmConfig
-from verl_rc.config.data import DataConfig
 from verl_rc.config.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
-from verl_rc.config.reward import RewardConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.schema import StrictModel
+from verl_rc.config.task import DataConfig, RewardConfig
 from verl_rc.config.trainer import RayKwargsConfig, TrainerConfig
 
 # Values that follow another key unless given: (key, the key it follows).

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_rc.config.data import DataConfig
+from verl_rc.config.task import DataConfig
 from verl_rc.data.records import Record
 from verl_rc.data.user_module import load_user_module
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl_rc.config.data import DataConfig
+from verl_rc.config.task import DataConfig
 from verl_rc.data.custom_dataset import CustomRecords
 from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.data.mixture import MixedBatches

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.rewards.custom import load_reward_function
 from verl_rc.rewards.exact_match import exact_match
 from verl_rc.rewards.gsm8k import gsm8k

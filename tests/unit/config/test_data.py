@@ -1,6 +1,6 @@
 """``data``: verl's defaults, and every field documented."""
 
-from verl_rc.config.data import DataConfig
+from verl_rc.config.task import DataConfig
 
 
 def test_defaults_are_verls() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 
 
 def test_defaults_are_verls() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_rc.config.data import DataConfig
+from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import build_train_loader, build_validation_rows
 
 SOURCE = """

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from verl_rc.config.data import DataConfig
+from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import PromptDataset, PromptOptions, RowChoice, build_train_loader, build_validation_rows
 from verl_rc.data.tokenize import load_tokenizer
 

@@ -267,7 +267,7 @@ def test_every_panel_shows_metrics_of_the_catalogue():
     [
         ("`trainer.seed=1` and `actor_rollout_ref.rollout.n`, data.ghost outside of code", []),
         ("`actor_rollout_ref.rollout.engine_kwargs.vllm.block_size`, `algorithm.rollout_correction.preset=tis`", []),
-        ("`data.parquet`, `verl_rc/config/data.py`, `config.trainer.ghost`", []),
+        ("`data.parquet`, `verl_rc/config/task.py`, `config.trainer.ghost`", []),
         ("`trainer.sed=1`", ["trainer.sed"]),
         ("```bash\npython -m verl_rc.main_ppo \\\n  algorithm.ghost=1\n```", ["algorithm.ghost"]),
         ("`actor_rollout_ref.actor.grad_clip`", ["actor_rollout_ref.actor.grad_clip"]),

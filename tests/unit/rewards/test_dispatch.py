@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import (
     RewardError,
     RewardSample,

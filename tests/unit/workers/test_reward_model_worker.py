@@ -8,7 +8,7 @@ from small_models import write_small_model
 from small_reward_models import conversation, write_reward_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from verl_rc.config.reward import RewardModelConfig
+from verl_rc.config.task import RewardModelConfig
 from verl_rc.workers.reward_model_worker import RewardModelWorker
 
 
