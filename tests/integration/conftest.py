@@ -12,7 +12,7 @@ from real_steps import RealRun, open_faulty_run
 from small_runs import ROOT, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_overrides
 
 from verl_rc.cluster.ray_session import start_ray
-from verl_rc.config.trainer import RayInitConfig
+from verl_rc.config.run import RayInitConfig
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

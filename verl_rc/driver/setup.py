@@ -19,10 +19,9 @@ from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGro
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.foreign_code import foreign_code
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
-from verl_rc.config.run import RunConfig
+from verl_rc.config.run import RunConfig, foreign_code
 from verl_rc.config.secrets import public_values
 from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import PromptDataset, PromptRow, build_train_loader, build_validation_rows

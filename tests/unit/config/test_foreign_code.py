@@ -4,7 +4,7 @@ from pathlib import Path
 
 from small_models import small_run_config
 
-from verl_rc.config.foreign_code import foreign_code
+from verl_rc.config.run import foreign_code
 
 
 def test_nobody_brings_code_by_default(tmp_path: Path) -> None:

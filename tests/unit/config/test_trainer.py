@@ -1,6 +1,6 @@
 """``trainer``: verl's defaults, and every field documented."""
 
-from verl_rc.config.trainer import TrainerConfig
+from verl_rc.config.run import TrainerConfig
 
 
 def test_defaults_are_verls() -> None:
