@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from verl_rc.config.checks import first_existing, why_unwritable
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
-from verl_rc.config.writable import first_existing, why_unwritable
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import (
     ENGINE_MIB,
