@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_rc.config.task import DataConfig
+from verl_rc.config.user_code import load_user_module
 from verl_rc.data.records import Record
-from verl_rc.data.user_module import load_user_module
 
 _KEY = "data.custom_cls"
 

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl_rc.data.user_module import load_user_module
+from verl_rc.config.user_code import load_user_module
 
 RewardFunction = Callable[..., Any]
 """``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | {"score": float, ...}``."""

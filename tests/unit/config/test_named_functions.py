@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from verl_rc.config.named_functions import NamedFunctions
+from verl_rc.config.user_code import NamedFunctions
 
 
 def double(number: int) -> int:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.data.user_module import load_user_module
+from verl_rc.config.user_code import load_user_module
 
 
 def test_a_file_becomes_a_module(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
-"""Functions that a configuration chooses by name: built-in ones, and those of users."""
+"""Code of the user's own that a configuration names: functions by ``module:function``, and Python files."""
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Generic, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -46,3 +49,22 @@ class NamedFunctions(Generic[Function]):
                 f"the {self._kind} {name!r} must name a function in an importable module (is it on PYTHONPATH?): {error}"
             ) from error
         return function
+
+
+def load_user_module(path: str, key: str) -> ModuleType:
+    """The module in the file ``path``, which ``key`` of the configuration names; its code runs.
+
+    Raises ``ValueError`` when there is no such file, or when importing it fails.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file() or file.suffix != ".py":
+        raise ValueError(f"{key} must be an existing Python file, got {path!r}.")
+    specification = importlib.util.spec_from_file_location(f"verl_rc_user_{file.stem}", file)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    try:
+        specification.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{key} must be a file that can be imported; {path!r} raised {error!r}.") from error
+    return module
