@@ -14,7 +14,7 @@ from rich.console import Console
 
 from verl_rc import cli
 from verl_rc.config.load import load_run_config
-from verl_rc.config.load.arguments import parse
+from verl_rc.config.load.command_line import parse
 from verl_rc.config.load.compose import Composer
 from verl_rc.config.rollout_correction import PRESETS
 from verl_rc.config.run import RunConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.load.arguments import parse, sources_of
+from verl_rc.config.load.command_line import parse, sources_of
 
 
 def test_options_stand_anywhere_between_overrides(tmp_path: Path) -> None:

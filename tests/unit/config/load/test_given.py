@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.load.arguments import parse
+from verl_rc.config.load.command_line import parse
 from verl_rc.config.load.given import combinations, given_tree
 from verl_rc.config.run import RunConfig
 
