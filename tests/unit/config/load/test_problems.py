@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.load.problems import in_sentences, refuse_huge
+from verl_rc.config.load.given import in_sentences, refuse_huge
 from verl_rc.config.run import RunConfig
 
 ACTOR = {"use_dynamic_bsz": True}
