@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verl_rc.checkpoint.errors import CheckpointError
+from verl_rc.checkpoint.store import CheckpointError
 
 
 def get_random_state() -> dict[str, Tensor]:

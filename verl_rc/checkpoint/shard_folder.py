@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.safe_metadata import SafeReader
+from verl_rc.checkpoint.store import CheckpointError
 
 HEADER_FILE = "shards.json"
 MODEL, OPTIMIZER = "model.", "optimizer."

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from verl_rc.checkpoint.durable import sync
-from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.optimizer_state import empty_state_tensors, optimized_names, set_state_tensors, state_tensors
 from verl_rc.checkpoint.random_state import get_random_state, read_random_state, save_random_state, set_random_state
 from verl_rc.checkpoint.shard_folder import (
@@ -28,6 +26,7 @@ from verl_rc.checkpoint.shard_folder import (
     saved_tensors,
     write_tensors,
 )
+from verl_rc.checkpoint.store import CheckpointError, sync
 
 MAX_NAMES = 5
 """Names listed in an error; the rest are counted."""

@@ -12,8 +12,8 @@ from torch.optim import AdamW
 
 from verl_rc.checkpoint import shards_problem
 from verl_rc.checkpoint.background import BackgroundWriter
-from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.shards import collect_shards, load_shards, save_shards
+from verl_rc.checkpoint.store import CheckpointError
 
 
 class Learner:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.checkpoint.durable import sync, sync_tree
+from verl_rc.checkpoint.store import sync, sync_tree
 
 
 @pytest.fixture

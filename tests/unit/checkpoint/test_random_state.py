@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.random_state import get_random_state, read_random_state, save_random_state, set_random_state
+from verl_rc.checkpoint.store import CheckpointError
 
 
 def test_the_generator_goes_on(tmp_path: Path) -> None:

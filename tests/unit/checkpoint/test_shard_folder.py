@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.shard_folder import ShardHeader, load_full_state_dict, shards_problem
 from verl_rc.checkpoint.shards import save_shards
+from verl_rc.checkpoint.store import CheckpointError
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim import AdamW
 
 from verl_rc.checkpoint.background import BackgroundWriter
-from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.shard_folder import shards_problem
 from verl_rc.checkpoint.shards import collect_shards, is_frozen, load_shards, named_tensors, save_shards
+from verl_rc.checkpoint.store import CheckpointError
 
 
 def build(seed: int, width: int = 3, layers: int = 2) -> tuple[nn.Sequential, AdamW]:

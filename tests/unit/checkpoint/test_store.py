@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.checkpoint.errors import CheckpointError
-from verl_rc.checkpoint.store import LATEST_FILE, CheckpointStore
+from verl_rc.checkpoint.store import LATEST_FILE, CheckpointError, CheckpointStore
 
 
 def write(store: CheckpointStore, step: int, content: str = "") -> Path:
@@ -153,9 +152,7 @@ def test_a_crash_at_any_call_leaves_a_complete_checkpoint(tmp_path: Path, step: 
     assert len(outcomes) - switch >= 5
 
 
-@pytest.mark.parametrize(
-    ("sealed", "whole", "found"), [(True, True, 2), (True, False, 1), (False, True, 1), (False, False, 1)]
-)
+@pytest.mark.parametrize(("sealed", "whole", "found"), [(True, True, 2), (True, False, 1), (False, True, 1), (False, False, 1)])
 def test_what_was_sealed_counts_once_it_is_whole(tmp_path: Path, sealed: bool, whole: bool, found: int) -> None:
     """A run that died while, or after, its shards were written beside it."""
     store = CheckpointStore(tmp_path, keep=1)
