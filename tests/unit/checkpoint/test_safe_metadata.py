@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from verl_rc.checkpoint.safe_metadata import SafeReader
-from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
+from verl_rc.checkpoint.shard_folder import SafeReader, load_full_state_dict, shards_problem
 from verl_rc.checkpoint.shards import load_shards, save_shards
 from verl_rc.checkpoint.store import CheckpointError
 
