@@ -5,7 +5,7 @@ import torch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl_rc.checkpoint.schedule import resume_schedule, schedule_state
+from verl_rc.checkpoint.optimizer_state import resume_schedule, schedule_state
 
 
 def build(lr: float) -> LambdaLR:
