@@ -11,8 +11,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim import AdamW
 
 from verl_rc.checkpoint import shards_problem
-from verl_rc.checkpoint.background import BackgroundWriter
-from verl_rc.checkpoint.shards import collect_shards, load_shards, save_shards
+from verl_rc.checkpoint.shards import BackgroundWriter, collect_shards, load_shards, save_shards
 from verl_rc.checkpoint.store import CheckpointError
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_rc.checkpoint.random_state import get_random_state, read_random_state, save_random_state, set_random_state
+from verl_rc.checkpoint.shards import get_random_state, read_random_state, save_random_state, set_random_state
 from verl_rc.checkpoint.store import CheckpointError
 
 

@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim import AdamW
 
-from verl_rc.checkpoint.background import BackgroundWriter
 from verl_rc.checkpoint.shard_folder import shards_problem
-from verl_rc.checkpoint.shards import collect_shards, is_frozen, load_shards, named_tensors, save_shards
+from verl_rc.checkpoint.shards import BackgroundWriter, collect_shards, is_frozen, load_shards, named_tensors, save_shards
 from verl_rc.checkpoint.store import CheckpointError
 
 
