@@ -1,7 +1,6 @@
 """Who waits for whom, from dumps as faulthandler writes them."""
 
-from verl_rc.cluster.hang_report import Silence, Wait, full_report, summary
-from verl_rc.cluster.process_stacks import Finding
+from verl_rc.cluster.hang_report import Finding, Silence, Wait, full_report, summary
 
 HELPER = 'Thread 0x01 (most recent call first):\n  File "/lib/threading.py", line 5 in wait\n\n'
 MAIN = 'Current thread 0x02 (most recent call first):\n{}  File "/x/verl_rc/cluster/remote.py", line 9 in call\n'

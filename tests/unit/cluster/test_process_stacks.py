@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from verl_rc.cluster import process_stacks
-from verl_rc.cluster.process_stacks import ProcessIdentity, end, examine
+from verl_rc.cluster import hang_report
+from verl_rc.cluster.hang_report import ProcessIdentity, end, examine
 
 PROGRAM = """
 import dataclasses, json, time
-from verl_rc.cluster.process_stacks import register_stack_dump
+from verl_rc.cluster.hang_report import register_stack_dump
 
 def rest():
     print(json.dumps(dataclasses.asdict(register_stack_dump("here"))), flush=True)
@@ -27,7 +27,7 @@ rest()
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_stacks, "_DUMP_SECONDS", 120.0)
+    monkeypatch.setattr(hang_report, "_DUMP_SECONDS", 120.0)
 
 
 @pytest.fixture
