@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
+from verl_rc.cluster.model_groups import RewardModel
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.cluster.reward_model import RewardModel
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow

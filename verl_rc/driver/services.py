@@ -6,8 +6,8 @@ from typing import Any
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.weight_transport import WeightTransport
 from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptRow

@@ -12,10 +12,10 @@ import torch
 from verl_rc.advantage import resolve_advantage_estimator
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.remote import RemoteError, wait_for_all
-from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError

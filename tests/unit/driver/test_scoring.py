@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from verl_rc.cluster.reward_model import RewardModel
+from verl_rc.cluster.model_groups import RewardModel
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow

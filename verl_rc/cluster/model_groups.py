@@ -1,18 +1,22 @@
-"""The trainer's roles: actor, critic and reference, each a group of ranks."""
+"""The models of a run as the driver sees them: actor, critic and reference, each a group of ranks, and the reward model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
+from verl_rc.cluster.environment import trainer_environment
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.cluster.remote import Pending, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
+from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.metrics import Metric
 from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.workers.host import usable_cores
 from verl_rc.workers.orders import UpdateOrder, UpdateReport
 
 
@@ -97,3 +101,29 @@ class ReferenceGroup(RankGroup):
     def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows under the reference policy."""
         return self.score_one("compute_log_probs", tokens, limit)
+
+
+class RewardModel:
+    """One process that holds the model.
+
+    It claims no logical CPU, so that it fits beside trainer and engines: it computes while those wait. GPUs it claims are its
+    own (``reward.reward_model.n_gpus_per_node``).
+    """
+
+    worker = "verl_rc.workers.reward_model_worker:RewardModelWorker"
+    """What the process builds, as ``module:Class``."""
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        """Start the process; ``build`` gives it its model."""
+        self._config = config
+        environment = trainer_environment(usable_cores(), one_node=False)
+        self._process = RemoteProcess("reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node)
+
+    def build(self) -> list[Pending]:
+        """Load the model; returns at once."""
+        return [self._process.build(self.worker, config=self._config)]
+
+    def score(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[float | str]:
+        """The model's score of each conversation in order, or the reason why it has none."""
+        answers: list[float | str] = wait_for_all([self._process.call("score", conversations)])[0]
+        return answers
