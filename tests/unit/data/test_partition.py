@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.data.partition import balanced_partition
+from verl_rc.data.microbatch import balanced_partition
 
 
 @given(lengths=st.lists(st.integers(1, 1000), max_size=60), parts=st.integers(1, 5))
