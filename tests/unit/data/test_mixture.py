@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.data.mixture import MixedBatches, interleave
+from verl_rc.data.epoch_batches import MixedBatches, interleave
 
 WEIGHTS = st.lists(st.floats(0.05, 20), min_size=1, max_size=5)
 
@@ -54,8 +54,7 @@ def test_without_shuffle_files_keep_their_order_and_go_on_over_epochs():
 
 def test_the_order_depends_on_seed_and_weights():
     orders = [
-        served(MixedBatches([30, 30], weights, 6, seed, True), 1)[0]
-        for weights, seed in (([1, 1], 1), ([1, 1], 2), ([1, 2], 1))
+        served(MixedBatches([30, 30], weights, 6, seed, True), 1)[0] for weights, seed in (([1, 1], 1), ([1, 1], 2), ([1, 2], 1))
     ]
     assert orders[0] == served(MixedBatches([30, 30], [1, 1], 6, 1, True), 1)[0]
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
