@@ -12,10 +12,9 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.config.task import DataConfig
-from verl_rc.data.custom_dataset import CustomRecords
 from verl_rc.data.epoch_batches import EpochBatches, MixedBatches
 from verl_rc.data.prompt_lengths import describe_lengths, evenly_spread
-from verl_rc.data.records import Record, RecordFile, check_messages
+from verl_rc.data.records import CustomRecords, Record, RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt
 
 

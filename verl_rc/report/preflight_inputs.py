@@ -9,9 +9,8 @@ from typing import Any
 from verl_rc.cluster.reward_pool import RewardPool
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
-from verl_rc.data.custom_dataset import CustomRecords
 from verl_rc.data.dataset import PromptDataset, PromptOptions, PromptRow, RowChoice, prompt_sources
-from verl_rc.data.records import RecordFile, check_messages
+from verl_rc.data.records import CustomRecords, RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt, load_tokenizer
 from verl_rc.report.findings import Finding
 from verl_rc.report.memory import ModelShape, model_paths

@@ -295,7 +295,7 @@ READERS = {
     "actor_rollout_ref.model.exclude_modules",
     "data/dataset.py": "data.train_files data.val_files data.train_batch_size data.shuffle data.train_max_samples "
     "data.val_max_samples data.dataloader_num_workers data.seed data.train_weights",
-    "data/custom_dataset.py": "data.custom_cls.path data.custom_cls.name",
+    "data/records.py": "data.custom_cls.path data.custom_cls.name",
     "cluster/weight_transport.py": "actor_rollout_ref.rollout.checkpoint_engine.backend "
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
     "rollout/agent_loop.py": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns "
