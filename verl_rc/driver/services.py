@@ -10,8 +10,7 @@ from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.weight_transport import WeightTransport
 from verl_rc.config.run import RunConfig
-from verl_rc.data.dataset import PromptRow
-from verl_rc.data.prompt_stream import PromptStream
+from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.driver.interruption import StopRequest
 from verl_rc.driver.scoring import ResponseScorer
 from verl_rc.metrics.sinks import Tracker

@@ -24,9 +24,14 @@ from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig, foreign_code
 from verl_rc.config.secrets import public_values
 from verl_rc.config.task import DataConfig
-from verl_rc.data.dataset import PromptDataset, PromptRow, build_train_loader, build_validation_rows
-from verl_rc.data.prompt_lengths import describe_lengths
-from verl_rc.data.prompt_stream import PromptStream
+from verl_rc.data.dataset import (
+    PromptDataset,
+    PromptRow,
+    PromptStream,
+    build_train_loader,
+    build_validation_rows,
+    describe_lengths,
+)
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say

@@ -1,6 +1,6 @@
 """The line about prompt lengths, by hand."""
 
-from verl_rc.data.prompt_lengths import describe_lengths, evenly_spread
+from verl_rc.data.dataset import describe_lengths, evenly_spread
 
 
 def test_bins_double_and_the_limit_is_counted():

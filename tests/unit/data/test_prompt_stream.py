@@ -3,8 +3,8 @@
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl_rc.data.dataset import PromptStream
 from verl_rc.data.epoch_batches import EpochBatches
-from verl_rc.data.prompt_stream import PromptStream
 
 ROWS, SIZE = 7, 2
 BATCHES_PER_EPOCH = 3

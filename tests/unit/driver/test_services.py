@@ -13,7 +13,7 @@ import pytest
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.weight_transport import Broadcast, LentMemory
-from verl_rc.data.prompt_stream import PromptStream
+from verl_rc.data.dataset import PromptStream
 from verl_rc.driver.interruption import StopRequest
 from verl_rc.driver.services import Services
 
