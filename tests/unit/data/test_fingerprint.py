@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_rc.data.batches import TokenBatch, left_padded, positions_mask
-from verl_rc.data.fingerprint import TokensChangedError, fingerprints, require_sampled_tokens
+from verl_rc.data.batches import TokenBatch, TokensChangedError, fingerprints, left_padded, positions_mask, require_sampled_tokens
 
 Row = tuple[list[int], list[int], list[bool]]
 ROW = st.tuples(

@@ -9,8 +9,7 @@ import pytest
 import torch
 from small_models import small_run_config
 
-from verl_rc.data.batches import TokenBatch, TrainBatch
-from verl_rc.data.fingerprint import TokensChangedError, fingerprints
+from verl_rc.data.batches import TokenBatch, TokensChangedError, TrainBatch, fingerprints
 from verl_rc.data.samples import Samples
 from verl_rc.driver import guards
 from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
