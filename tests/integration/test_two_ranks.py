@@ -47,7 +47,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the ranks knows them."""
     from verl_rc.config.models import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-    from verl_rc.distributed.mesh import RankAddress
+    from verl_rc.distributed.process_group import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
     from verl_rc.workers.accumulate import ObjectiveTotals
     from verl_rc.workers.actor_correction import ActorCorrection

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, TokenBatch
-from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_device
+from verl_rc.distributed.process_group import RankAddress, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.mini_batches import MiniBatchShare

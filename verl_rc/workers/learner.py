@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl_rc.distributed.mesh import leave_trainer_group
+from verl_rc.distributed.process_group import leave_trainer_group
 from verl_rc.workers.sharded_model import ShardedModel
 
 

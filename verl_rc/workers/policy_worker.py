@@ -10,8 +10,7 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
-from verl_rc.distributed.collectives import all_gather_vector, all_reduce_sum
-from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_device
+from verl_rc.distributed.process_group import RankAddress, all_gather_vector, all_reduce_sum, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.distributed.mesh import trainer_device
+from verl_rc.distributed.process_group import trainer_device
 from verl_rc.workers.precision import torch_dtype
 
 Conversation = Sequence[dict[str, Any]]

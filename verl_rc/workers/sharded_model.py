@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl_rc.checkpoint import BackgroundWriter, collect_shards, load_shards, resume_schedule, schedule_state, write_shards
 from verl_rc.config.models import FsdpConfig, OptimConfig
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
-from verl_rc.distributed.mesh import DeviceMesh
+from verl_rc.distributed.process_group import DeviceMesh
 from verl_rc.workers.optimizer import build_optimizer, build_scheduler
 from verl_rc.workers.precision import torch_dtype
 

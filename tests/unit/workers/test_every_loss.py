@@ -10,7 +10,7 @@ from small_models import free_port, make_train_batch, small_run_config
 from verl_rc.config.algorithms import LOSS_MODES
 from verl_rc.config.models import PolicyLossConfig
 from verl_rc.data.batches import TrainBatch
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.orders import UpdateOrder

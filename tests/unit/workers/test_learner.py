@@ -8,7 +8,7 @@ from small_checkpoints import change, whole
 from small_models import free_port, small_run_config
 
 from verl_rc.checkpoint import shards_problem
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.critic_worker import CriticWorker
 from verl_rc.workers.learner import Learner
 from verl_rc.workers.policy_worker import PolicyWorker

@@ -7,7 +7,7 @@ from small_models import free_port, make_tokens, small_run_config
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.policy_worker import PolicyWorker
 
 MODEL = "actor_rollout_ref.model"

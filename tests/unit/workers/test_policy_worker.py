@@ -11,7 +11,7 @@ from small_models import make_train_batch, small_run_config
 
 from verl_rc.data.batches import TrainBatch, positions_mask
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import AGGREGATION_MODES
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.workers.accumulate import ObjectiveTotals
@@ -25,9 +25,7 @@ REJECTED = (2, 5)
 
 @pytest.fixture(scope="module")
 def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyWorker]:
-    config = small_run_config(
-        model_folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01"
-    )
+    config = small_run_config(model_folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01")
     port = 29_000 + hash(str(tmp_path_factory.getbasetemp())) % 500
     worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", port), total_steps=10)
     yield worker

@@ -1,14 +1,29 @@
-"""Joining the trainer's process group and laying its ranks out as a data-parallel mesh."""
+"""The trainer's ranks as one: meeting, joining the process group, laid out as a data-parallel mesh, reducing over it."""
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl_rc.distributed.store import open_store
+
+def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: timedelta) -> dist.TCPStore:
+    """Serve, or connect to, a key-value store; the server listens at ``host`` alone.
+
+    torch would listen on every interface, and whoever reaches a store can write into it.
+    """
+    if not is_server:
+        return dist.TCPStore(host, port, world_size, False, timeout, wait_for_workers=True)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen()
+    return dist.TCPStore(host, port, world_size, True, timeout, wait_for_workers=True, master_listen_fd=listener.detach())
 
 
 @dataclass(frozen=True)
@@ -56,3 +71,26 @@ def leave_trainer_group() -> None:
 
 
 __all__ = ["DeviceMesh", "RankAddress", "join_trainer_group", "leave_trainer_group", "trainer_device"]
+
+
+def all_reduce_sum(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``tensor`` summed over the data-parallel ranks, in place."""
+    if mesh.size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=mesh.get_group())
+    return tensor
+
+
+def all_reduce_max(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Element-wise maximum of ``tensor`` over the data-parallel ranks, in place."""
+    if mesh.size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    return tensor
+
+
+def all_gather_vector(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The vectors ``[K]`` of all data-parallel ranks, one behind the other: ``[ranks * K]``."""
+    if mesh.size() == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(mesh.size())]
+    dist.all_gather(parts, tensor, group=mesh.get_group())
+    return torch.cat(parts)
