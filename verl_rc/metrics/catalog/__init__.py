@@ -1,8 +1,7 @@
 """Every metric name a run may report: unit, formula, healthy range, who reports it. Each room has its own file."""
 
 from verl_rc.metrics.catalog import accounting, batch, learning, rollout_corr, sync, time, validation
-from verl_rc.metrics.catalog.lookup import Catalog
-from verl_rc.metrics.catalog.spec import MetricSpec
+from verl_rc.metrics.catalog.spec import Catalog, MetricSpec
 
 ROOMS: dict[str, tuple[MetricSpec, ...]] = {
     "Rollout correction": rollout_corr.SPECS,
