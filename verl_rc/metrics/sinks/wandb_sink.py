@@ -8,7 +8,7 @@ from typing import Any
 import wandb
 
 from verl_rc.config.checks import why_unwritable
-from verl_rc.metrics.sinks.protocol import Cell
+from verl_rc.metrics.sinks.local import Cell
 from verl_rc.metrics.sinks.tags import run_tags
 
 _HEADLINE_PREFIX = "val-core/"
