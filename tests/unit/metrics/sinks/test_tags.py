@@ -3,7 +3,7 @@
 import pytest
 from planned_runs import config_of
 
-from verl_rc.metrics.sinks.tags import run_tags
+from verl_rc.metrics.sinks.wandb_sink import run_tags
 
 CORRECTION = "algorithm.rollout_correction"
 
