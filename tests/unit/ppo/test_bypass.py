@@ -11,9 +11,8 @@ from small_models import make_train_batch, small_run_config
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import TokenScores
 from verl_rc.losses import Aggregation
-from verl_rc.ppo.bypass import correct_current, kept_counts, measure_current
 from verl_rc.ppo.choices import needs_statistics_first
-from verl_rc.ppo.objective import policy_objective
+from verl_rc.ppo.objective import correct_current, kept_counts, measure_current, policy_objective
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -35,9 +34,7 @@ def test_golden_loss_gradient_and_keep_mask(case: dict[str, Any]) -> None:
 
 
 def test_parts_of_a_mini_batch_are_normalised_by_all_of_it() -> None:
-    config = RolloutCorrectionConfig(
-        bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True
-    )
+    config = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True)
     assert needs_statistics_first(config)
     batch = make_train_batch([7, 2, 5, 1])
     log_probs = batch.rollout_log_probs + 0.5 * torch.randn(4, 7, generator=torch.Generator().manual_seed(2))
