@@ -124,7 +124,7 @@ def _doctor(given: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
     from verl_rc.report.doctor import examine  # noqa: PLC0415  (torch, transformers)
-    from verl_rc.report.findings import verdict  # noqa: PLC0415  (next to the one above)
+    from verl_rc.report.preflight_machine import verdict  # noqa: PLC0415  (next to the one above)
 
     try:
         config = load_run_config(_with_recipe(given.arguments))

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_rc.config.run import RunConfig
-from verl_rc.report.findings import Finding
 from verl_rc.report.memory import model_paths
 from verl_rc.report.preflight_inputs import Inputs, check_data, check_models, check_reward, check_tokenizer
 from verl_rc.report.preflight_machine import (
+    Finding,
     check_devices,
     check_disk,
     check_folder,

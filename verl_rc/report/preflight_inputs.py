@@ -12,8 +12,8 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptDataset, PromptOptions, PromptRow, RowChoice, prompt_sources
 from verl_rc.data.records import CustomRecords, RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt, load_tokenizer
-from verl_rc.report.findings import Finding
 from verl_rc.report.memory import ModelShape, model_paths
+from verl_rc.report.preflight_machine import Finding
 from verl_rc.rewards import RewardError, RewardSample, build_reward, undecided
 
 SAMPLED_PROMPTS = 1000

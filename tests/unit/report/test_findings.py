@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_rc.report.findings import Finding, verdict
+from verl_rc.report.preflight_machine import Finding, verdict
 
 
 @pytest.mark.parametrize(

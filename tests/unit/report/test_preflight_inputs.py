@@ -9,8 +9,8 @@ import pytest
 from planned_runs import config_of
 from small_checkpoints import write_tiny_model
 
-from verl_rc.report.findings import Finding
 from verl_rc.report.preflight_inputs import Inputs, check_data, check_models, check_reward, check_tokenizer
+from verl_rc.report.preflight_machine import Finding
 
 ROWS = [
     {"prompt": [{"role": "user", "content": "21"}], "data_source": "digits", "reward_model": {"ground_truth": "12"}}
@@ -88,9 +88,7 @@ def test_a_reward_file_is_looked_at_where_there_are_no_rows(model: str, tmp_path
         ("import sys; sys.exit(0)", 600, "SystemExit: 0"),
     ],
 )
-def test_a_reward_that_hangs_or_leaves_is_found(
-    model: str, tmp_path: Path, body: str, seconds: float, message: str
-) -> None:
+def test_a_reward_that_hangs_or_leaves_is_found(model: str, tmp_path: Path, body: str, seconds: float, message: str) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
     given = {"reward__custom_reward_function__path": str(mine), "reward__timeout_seconds": seconds}

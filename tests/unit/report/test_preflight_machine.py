@@ -14,8 +14,8 @@ from small_runs import ROOT
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.report import preflight_machine as machine
-from verl_rc.report.findings import Finding
 from verl_rc.report.memory import ModelShape, model_paths
+from verl_rc.report.preflight_machine import Finding
 
 SHAPE = ModelShape(1_000_000_000, 200_000_000, 500_000, 10, 2000, 100_000, 4096)
 
