@@ -9,7 +9,7 @@ import pytest
 from planned_runs import config_of
 from small_checkpoints import write_tiny_model
 
-from verl_rc.report.preflight_inputs import Inputs, check_data, check_models, check_reward, check_tokenizer
+from verl_rc.report.doctor import Inputs, check_data, check_models, check_reward, check_tokenizer
 from verl_rc.report.preflight_machine import Finding
 
 ROWS = [
