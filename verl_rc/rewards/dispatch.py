@@ -7,12 +7,9 @@ from typing import Any
 
 from verl_rc.config.task import RewardConfig
 from verl_rc.rewards.custom import load_reward_function
-from verl_rc.rewards.exact_match import exact_match
-from verl_rc.rewards.gsm8k import gsm8k
-from verl_rc.rewards.last_answer import last_answer
-from verl_rc.rewards.math_answer import dapo_math, math_answer
 from verl_rc.rewards.output import RewardError, RewardOutput, as_reward_output
 from verl_rc.rewards.sample import RewardSample
+from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 
 _SHOWN_CHARACTERS = 500
 """Of an exception's text."""

@@ -100,7 +100,7 @@ def test_only_algebra_may_stay_undecided_and_is_wrong_then():
 
 def test_errors_name_the_row(tmp_path):
     place = r"row 5 \(data_source 'openai/gsm8k', response '#### 4'\)"
-    with pytest.raises(RewardError, match=rf"raised ValueError: the ground truth of .*gsm8k.py:\d+, in gsm8k\) for {place}"):
+    with pytest.raises(RewardError, match=rf"raised ValueError: the ground truth of .*scorers.py:\d+, in gsm8k\) for {place}"):
         build_reward(RewardConfig())(sample("openai/gsm8k", "#### 4", "no number"))
     (tmp_path / "mine.py").write_text("def compute_score(**_):\n    return 'good'\n")
     section = {"path": str(tmp_path / "mine.py")}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_rc.rewards.exact_match import exact_match
+from verl_rc.rewards.scorers import exact_match
 
 
 @pytest.mark.parametrize(

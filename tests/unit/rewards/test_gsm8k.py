@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_rc.rewards.gsm8k import gsm8k
+from verl_rc.rewards.scorers import gsm8k
 
 
 @pytest.mark.parametrize(

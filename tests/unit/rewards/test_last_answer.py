@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_rc.rewards.last_answer import last_answer
+from verl_rc.rewards.scorers import last_answer
 
 
 @pytest.mark.parametrize(

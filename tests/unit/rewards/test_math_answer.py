@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.rewards.math_answer import dapo_math, last_boxed, math_answer
+from verl_rc.rewards.scorers import dapo_math, last_boxed, math_answer
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,54 @@
-"""Competition mathematics: the answer in ``\\boxed{}`` or after ``Answer:`` is compared as mathematics, not as text."""
+"""The built-in scorers: exact text, the last answer of a conversation, grade-school and competition mathematics."""
 
 import logging
 import re
+from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import Any
+
+
+def exact_match(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """Score 1.0 when ``solution_str`` without blanks at its ends equals ``ground_truth``, else 0.0."""
+    answer = solution_str.strip()
+    right = float(answer == str(ground_truth).strip())
+    return {"score": right, "acc": right, "pred": answer}
+
+
+def last_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """Score 1.0 when the text behind the last ``=`` of ``solution_str`` (all of it, if there is none) is ``ground_truth``.
+
+    The chat template of scripts/make_tiny_model.py puts an equals sign before every turn of the policy. So only the last turn
+    is judged, and a tool's answer that the policy does not give as its own is worth nothing.
+    """
+    return exact_match(solution_str.rpartition("=")[2], ground_truth)
+
+
+_ANSWER = re.compile(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
+
+
+def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """Score 1.0 when the last number written after ``####`` equals ``ground_truth`` as a number, else 0.0.
+
+    Thousands separators and a dollar sign are ignored; a response without ``####`` is wrong whatever numbers it holds.
+    Raises ``ValueError`` when ``ground_truth`` is no number.
+    """
+    expected = _as_number(str(ground_truth))
+    if expected is None:
+        raise ValueError(f"the ground truth of a GSM8K problem must be a number, got {ground_truth!r}.")
+    found = _ANSWER.findall(solution_str)
+    answer = found[-1].replace(",", "") if found else None
+    right = float(answer is not None and _as_number(answer) == expected)
+    return {"score": right, "acc": right, "pred": answer}
+
+
+def _as_number(text: str) -> Decimal | None:
+    """The number that ``text`` is, or that follows its ``####``; None when it is none."""
+    try:
+        number = Decimal(text.rpartition("####")[2].strip().lstrip("$").replace(",", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
 
 _DAPO_TAIL = 300
 _DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
