@@ -2,8 +2,7 @@
 
 from verl_rc.rewards.custom import load_reward_function
 from verl_rc.rewards.dispatch import build_reward, check_data_sources, find_scorer, register_scorer, undecided
-from verl_rc.rewards.output import RewardError, RewardOutput, as_reward_output
-from verl_rc.rewards.sample import RewardSample
+from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 
 __all__ = [

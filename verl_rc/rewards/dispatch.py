@@ -7,8 +7,7 @@ from typing import Any
 
 from verl_rc.config.task import RewardConfig
 from verl_rc.rewards.custom import load_reward_function
-from verl_rc.rewards.output import RewardError, RewardOutput, as_reward_output
-from verl_rc.rewards.sample import RewardSample
+from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 
 _SHOWN_CHARACTERS = 500

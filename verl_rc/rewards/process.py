@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 
 from verl_rc.config.task import RewardConfig
 from verl_rc.rewards.dispatch import build_reward
-from verl_rc.rewards.output import RewardError, RewardOutput
-from verl_rc.rewards.sample import RewardSample
+from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample
 from verl_rc.rewards.scorers import load_verifier
 
 _GRACE_SECONDS = 5

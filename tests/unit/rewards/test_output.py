@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verl_rc.rewards.output import RewardError, RewardOutput, as_reward_output
+from verl_rc.rewards.sample import RewardError, RewardOutput, as_reward_output
 
 
 @pytest.mark.parametrize("value", [0.5, 1, True, np.float32(0.5), np.int64(2)])
