@@ -1,7 +1,13 @@
 """From text to score, pure functions: rule-based scorers, the user's own, and which one a row gets."""
 
-from verl_rc.rewards.custom import load_reward_function
-from verl_rc.rewards.dispatch import build_reward, check_data_sources, find_scorer, register_scorer, undecided
+from verl_rc.rewards.dispatch import (
+    build_reward,
+    check_data_sources,
+    find_scorer,
+    load_reward_function,
+    register_scorer,
+    undecided,
+)
 from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 

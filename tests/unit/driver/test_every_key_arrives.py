@@ -309,7 +309,7 @@ READERS = {
     "cluster/reward_pool.py": "reward.num_workers reward.timeout_seconds",
     "rewards/process.py": "reward.memory_limit_megabytes",
     "driver/scoring.py": "reward.on_failure reward.failure_score reward.reward_model.enable",
-    "rewards/custom.py": "reward.custom_reward_function.path reward.custom_reward_function.name "
+    "rewards/dispatch.py": "reward.custom_reward_function.path reward.custom_reward_function.name "
     "reward.custom_reward_function.reward_kwargs",
     "config/run.py": "critic.enable",
     "driver/recovery.py": "actor_rollout_ref.rollout.max_engine_replacements",

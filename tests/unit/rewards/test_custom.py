@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.rewards.custom import load_reward_function
+from verl_rc.rewards.dispatch import load_reward_function
 
 SOURCE = """
 import asyncio
