@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_rc.rewards.overlong import overlong_penalty
+from verl_rc.advantage.reward_shaping import overlong_penalty
 
 
 def test_it_grows_in_a_straight_line_over_the_buffer() -> None:
