@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl_rc.tensor_ops.rows import row_slices
+from verl_rc.tensor_ops.masked import row_slices
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 20}
 _CHUNK_ELEMENTS_ON_ACCELERATORS = 1 << 26

@@ -2,7 +2,7 @@
 
 import torch
 
-from verl_rc.tensor_ops.groups import group_numbers
+from verl_rc.tensor_ops.masked import group_numbers
 
 
 def test_groups_by_any_id() -> None:
