@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_rc.tensor_ops.proximal import interpolate_proximal
+from verl_rc.tensor_ops.logprobs import interpolate_proximal
 
 
 def test_every_token_by_its_version_in_a_loop() -> None:
