@@ -15,8 +15,8 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import compute_policy_loss
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import correct_current, measure_current
-from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.critic_worker import CriticWorker
+from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
 
 pytestmark = pytest.mark.gpu

@@ -49,8 +49,8 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.distributed.process_group import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
-    from verl_rc.workers.accumulate import ObjectiveTotals
     from verl_rc.workers.actor_correction import ActorCorrection
+    from verl_rc.workers.micro_batches import ObjectiveTotals
     from verl_rc.workers.orders import UpdateOrder
     from verl_rc.workers.policy_worker import PolicyWorker
 

@@ -14,8 +14,8 @@ from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import AGGREGATION_MODES
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.forward import ForwardOptions
+from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.orders import UpdateOrder
 from verl_rc.workers.policy_worker import PolicyWorker
 
@@ -119,6 +119,6 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
         worker.update(batch, order)
     assert Counter(reads.places) == {
         "workers/sharded_model.py:step": 2,
-        "workers/accumulate.py:metrics": 1,
+        "workers/micro_batches.py:metrics": 1,
         "workers/packed_attention.py:from_lengths": 2 * 4,
     }
