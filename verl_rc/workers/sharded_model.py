@@ -15,8 +15,8 @@ from verl_rc.checkpoint import BackgroundWriter, collect_shards, load_shards, re
 from verl_rc.config.models import FsdpConfig, OptimConfig
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
 from verl_rc.distributed.process_group import DeviceMesh
+from verl_rc.workers.language_model import torch_dtype
 from verl_rc.workers.optimizer import build_optimizer, build_scheduler
-from verl_rc.workers.precision import torch_dtype
 
 
 @dataclass(frozen=True)
