@@ -13,9 +13,8 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, value_objective
 from verl_rc.workers.forward import score_values
 from verl_rc.workers.language_model import load_value_model, torch_dtype
-from verl_rc.workers.learner import Learner
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
-from verl_rc.workers.sharded_model import Learning, ShardedModel
+from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
 
 
 class CriticWorker(Learner):

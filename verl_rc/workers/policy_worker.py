@@ -23,12 +23,11 @@ from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
-from verl_rc.workers.learner import Learner
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
 from verl_rc.workers.memory import memory_metrics
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
 from verl_rc.workers.orders import UpdateOrder, UpdateReport
-from verl_rc.workers.sharded_model import Learning, ShardedModel
+from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
 
 
 class PolicyWorker(Learner):

@@ -31,7 +31,7 @@ from verl_rc.losses import loss_options
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.control import Control
 from verl_rc.rollout.sampling import SamplingOptions
-from verl_rc.workers.optimizer import build_optimizer, build_scheduler
+from verl_rc.workers.sharded_model import build_optimizer, build_scheduler
 
 PACKAGE = Path(stages.__file__).parents[1]
 

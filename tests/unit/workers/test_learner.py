@@ -10,8 +10,8 @@ from small_models import free_port, small_run_config
 from verl_rc.checkpoint import shards_problem
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.critic_worker import CriticWorker
-from verl_rc.workers.learner import Learner
 from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.workers.sharded_model import Learner
 
 
 def weights(worker: Learner) -> dict[str, torch.Tensor]:
