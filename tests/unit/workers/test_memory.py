@@ -5,7 +5,7 @@ import torch
 
 from verl_rc.metrics import reduce_metrics
 from verl_rc.workers.host import host_memory
-from verl_rc.workers.memory import memory_metrics
+from verl_rc.workers.policy_worker import memory_metrics
 
 
 def test_the_machine_has_memory_and_uses_some() -> None:
