@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from verl_rc.metrics.sinks.health import HealthHistory, judge_health
+from verl_rc.metrics.health import HealthHistory, judge_health
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"  # healthy from 0.5 to 1
 NONFINITE = "rollout_corr/nonfinite_token_fraction"  # healthy at 0 alone
