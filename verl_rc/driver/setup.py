@@ -35,9 +35,8 @@ from verl_rc.data.dataset import (
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
-from verl_rc.driver.interruption import StopRequest
 from verl_rc.driver.scoring import open_scorer
-from verl_rc.driver.services import Services
+from verl_rc.driver.services import Services, StopRequest
 from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.ppo.choices import policy_loss_name

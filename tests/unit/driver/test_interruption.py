@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
+from verl_rc.driver.services import StoppedByAlertError, StopRequest
 
 
 def test_the_first_sigterm_is_noted_and_the_second_ends() -> None:

@@ -14,8 +14,7 @@ from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.weight_transport import Broadcast, LentMemory
 from verl_rc.data.dataset import PromptStream
-from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.services import Services
+from verl_rc.driver.services import Services, StopRequest
 
 MAY_CHANGE = {
     PromptStream: "its position is put into RunState.prompts at the end of every step",

@@ -19,8 +19,7 @@ from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores, Tr
 from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.driver import checkpoints, weights
-from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.services import Services
+from verl_rc.driver.services import Services, StopRequest
 from verl_rc.driver.train import train
 from verl_rc.metrics import Metric
 from verl_rc.metrics.sinks import JsonlSink, Tracker
