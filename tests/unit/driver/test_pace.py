@@ -5,7 +5,7 @@ import os
 import pytest
 
 from verl_rc.cluster.placement import Placement
-from verl_rc.driver.pace import Pace
+from verl_rc.driver.step_record import Pace
 
 PLACEMENT = Placement("cpu", 1, 1, 3, 5, True, True, (), ())
 
@@ -13,8 +13,8 @@ PLACEMENT = Placement("cpu", 1, 1, 3, 5, True, True, (), ())
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
-    monkeypatch.setattr("verl_rc.driver.pace.say", lambda message, *arguments: messages.append(message % arguments))
-    monkeypatch.setattr("verl_rc.driver.pace.usable_cores", lambda: 2)
+    monkeypatch.setattr("verl_rc.driver.step_record.say", lambda message, *arguments: messages.append(message % arguments))
+    monkeypatch.setattr("verl_rc.driver.step_record.usable_cores", lambda: 2)
     return messages
 
 
