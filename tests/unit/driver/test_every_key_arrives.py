@@ -305,14 +305,13 @@ READERS = {
     "rollout/tool_calls.py": "actor_rollout_ref.rollout.multi_turn.format",
     "driver/weights.py": "actor_rollout_ref.rollout.sync_proof.canary_freq "
     "actor_rollout_ref.rollout.sync_proof.canary_num_prompts "
-    "actor_rollout_ref.rollout.sync_proof.canary_max_tokens",
+    "actor_rollout_ref.rollout.sync_proof.canary_max_tokens actor_rollout_ref.rollout.max_engine_replacements",
     "cluster/reward_pool.py": "reward.num_workers reward.timeout_seconds",
     "rewards/process.py": "reward.memory_limit_megabytes",
     "driver/scoring.py": "reward.on_failure reward.failure_score reward.reward_model.enable",
     "rewards/dispatch.py": "reward.custom_reward_function.path reward.custom_reward_function.name "
     "reward.custom_reward_function.reward_kwargs",
     "config/run.py": "critic.enable",
-    "driver/recovery.py": "actor_rollout_ref.rollout.max_engine_replacements",
     "cluster/ray_session.py": "ray_kwargs.ray_init.loopback_only",
     "driver/guards.py": "trainer.alerts.reward_drop trainer.alerts.reward_window trainer.alerts.mismatch "
     "trainer.alerts.mismatch_limit trainer.alerts.reward_collapse",

@@ -9,7 +9,7 @@ from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.remote import ProcessLostError, RemoteError
 from verl_rc.data.batches import Timed
-from verl_rc.driver import recovery, weights
+from verl_rc.driver import weights
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -57,7 +57,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(recovery, "wait_for_all", lambda pending, timeout: [])
+    monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
     monkeypatch.setattr(weights, "judge_canary", lambda run, limit, version, record: run.engines.done.append(("canary", version)))
     return Machine()
