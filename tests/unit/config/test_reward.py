@@ -1,14 +1,9 @@
-"""``reward``: no function of one's own by default."""
+"""``reward``: pairs of keys that belong together, and what a failure does."""
 
 import pytest
 from pydantic import ValidationError
 
 from verl_rc.config.task import RewardConfig
-
-
-def test_defaults_are_verls() -> None:
-    custom = RewardConfig().custom_reward_function
-    assert (custom.path, custom.name, custom.reward_kwargs) == (None, "compute_score", {})
 
 
 @pytest.mark.parametrize(
