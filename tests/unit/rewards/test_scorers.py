@@ -1,11 +1,75 @@
-"""Mathematics: equality of meaning, not of text."""
+"""The built-in scorers: exact text, the last turn alone, numbers after ####, mathematics by meaning."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from verl_rc.rewards.scorers import dapo_math, last_boxed, math_answer
+from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, last_boxed, math_answer
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("0123", "0123", 1.0),
+        (" 0123\n", "0123", 1.0),
+        ("0123", " 0123 ", 1.0),
+        ("12", 12, 1.0),
+        ("01 23", "0123", 0.0),
+        ("123", "0123", 0.0),
+        ("", "0123", 0.0),
+        ("01234", "0123", 0.0),
+    ],
+)
+def test_score_of_exact_match(response, truth, score):
+    assert exact_match(response, truth) == {"score": score, "acc": score, "pred": response.strip()}
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("<tool>1+2</tool>3=3", 1.0),
+        ("3", 1.0),
+        (" 3 ", 1.0),
+        ("<tool>1+2</tool>3=4", 0.0),
+        ("<tool>1+2</tool>3=", 0.0),
+        ("3=<tool>1+2</tool>", 0.0),
+        ("<tool>1+2</tool>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_scores(text: str, right: float) -> None:
+    output = last_answer(text, "3")
+    assert (output["score"], output["acc"]) == (right, right)
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score", "answer"),
+    [
+        ("2 + 2 = 4\n#### 4", "4", 1.0, "4"),
+        ("#### 1,234", "1234", 1.0, "1234"),
+        ("#### 1234", "1,234", 1.0, "1234"),
+        ("#### $18.00", "18", 1.0, "18.00"),
+        ("####-3", "-3", 1.0, "-3"),
+        ("#### 4. Done.", "4", 1.0, "4"),
+        ("#### .5", "0.5", 1.0, ".5"),
+        ("#### 5 wait #### 4", "4", 1.0, "4"),
+        ("#### 4 wait #### 5", "4", 0.0, "5"),
+        ("#### 40", "4", 0.0, "40"),
+        ("The answer is 4.", "4", 0.0, None),
+        ("#### four", "4", 0.0, None),
+        ("### 4", "4", 0.0, None),
+        ("#### 4", "so 1 + 3\n#### 4", 1.0, "4"),
+    ],
+)
+def test_score_of_gsm8k(response, truth, score, answer):
+    assert gsm8k(response, truth) == {"score": score, "acc": score, "pred": answer}
+
+
+@pytest.mark.parametrize("truth", ["four", "", "nan", "Infinity"])
+def test_a_ground_truth_that_is_no_number_is_refused(truth):
+    with pytest.raises(ValueError, match="ground truth of a GSM8K problem must be a number"):
+        gsm8k("#### 4", truth)
 
 
 @pytest.mark.parametrize(
