@@ -1,17 +1,13 @@
-"""Messages about configurations: the error, long lists, and the nearest known key to a mistyped one."""
+"""Messages about configurations: long lists, and the nearest known key to a mistyped one."""
 
 import random
 from collections.abc import Callable
 
 import pytest
 
-from verl_rc.config.errors import ConfigError, listed, nearest_key
+from verl_rc.config.errors import listed, nearest_key
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
-
-
-def test_a_configuration_error_is_a_value_error() -> None:
-    assert issubclass(ConfigError, ValueError)
 
 
 def test_long_lists_are_counted() -> None:
