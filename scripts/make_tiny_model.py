@@ -13,7 +13,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from verl_rc.config.writable import output_folder
+from verl_rc.config.checks import output_folder
 
 # Qwen2's own names: transformers would add a token to the vocabulary if "<|endoftext|>" were missing.
 END_TOKEN, PAD_TOKEN = "<|im_end|>", "<|endoftext|>"
@@ -36,9 +36,7 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in (END_TOKEN, PAD_TOKEN)]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (END_TOKEN, PAD_TOKEN)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_TOKEN,

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from verl_rc import main_ppo
-from verl_rc.cluster.trainer_groups import ActorGroup
+from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.watchdog import WATCHDOG, identity_of
 
 ROLES = {"actor": "actor rank", "engine": "rollout engine"}

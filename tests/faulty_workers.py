@@ -13,8 +13,8 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
-from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
 
 BAD_ROW = 9

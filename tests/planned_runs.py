@@ -16,10 +16,9 @@ from verl_rc.correction import require_finite
 from verl_rc.data.batches import PolicyEvaluations, TokenScores, TrainBatch
 from verl_rc.data.samples import Samples
 from verl_rc.losses import Aggregation
-from verl_rc.ppo.bypass import MiniBatchCounts, correct_current, kept_counts, measure_current
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
-from verl_rc.ppo.objective import policy_objective
+from verl_rc.ppo.objective import MiniBatchCounts, correct_current, kept_counts, measure_current, policy_objective
 from verl_rc.ppo.train_batch import ScoredStep, build_train_batch
 
 ROWS, WIDTH, GROUP = 40, 7, 4

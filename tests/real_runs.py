@@ -20,10 +20,16 @@ def marked_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), _MARKER: str(os.getpid())}
 
 
-def train(overrides: Sequence[str], *disturbances: str) -> "subprocess.CompletedProcess[str]":
-    """One run as a user starts it, with the words of ``disturbed_run.py``, if any."""
+def train(overrides: Sequence[str], *disturbances: str, reads: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """One run as a user starts it, with the words of ``disturbed_run.py``, if any.
+
+    With a folder for ``reads``, its processes write there which keys of the configuration they read (tests/recorded_reads).
+    """
     command = [sys.executable, str(ROOT / "tests" / "disturbed_run.py"), *disturbances, "--", *overrides]
     environment = marked_environment()
+    if reads is not None:
+        path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "recorded_reads")))
+        environment.update(PYTHONPATH=path, RECORDED_READS=str(reads))
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 

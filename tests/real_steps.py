@@ -12,9 +12,9 @@ from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EngineGroup, OnLoss
+from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.ray_session import start_ray_in_background
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.cluster.trainer_groups import ActorGroup
 from verl_rc.config.load import load_run_config
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.driver import train, weights

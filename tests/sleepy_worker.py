@@ -4,8 +4,8 @@ import time
 
 from verl_rc.data.batches import TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.orders import UpdateOrder, UpdateReport
 from verl_rc.workers.policy_worker import PolicyWorker
 

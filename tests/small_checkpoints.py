@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.config.run import RunConfig
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.critic_worker import CriticWorker
 from verl_rc.workers.language_model import packed_logits
 from verl_rc.workers.policy_worker import PolicyWorker

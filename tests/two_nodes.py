@@ -17,7 +17,7 @@ from verl_rc.cluster.ray_session import start_ray
 from verl_rc.cluster.remote import RemoteProcess, wait_for_all
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
-from verl_rc.config.trainer import RayInitConfig
+from verl_rc.config.run import RayInitConfig
 
 NODE = {"num_cpus": 2, "object_store_memory": 80_000_000}
 OVERRIDES = [

@@ -132,7 +132,7 @@ def _doctor(given: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
     from verl_rc.report.doctor import examine  # noqa: PLC0415  (torch, transformers)
-    from verl_rc.report.findings import verdict  # noqa: PLC0415  (next to the one above)
+    from verl_rc.report.preflight_machine import verdict  # noqa: PLC0415  (next to the one above)
 
     try:
         config = load_run_config(_with_recipe(given.arguments))
@@ -162,7 +162,7 @@ def _docs(given: argparse.Namespace) -> int:
 
 def _with_recipe(arguments: Sequence[str]) -> Sequence[str]:
     """The arguments that a recipe named first would start a run with, called with the others."""
-    from verl_rc.config.recipe_script import arguments_of_script, is_recipe_script  # noqa: PLC0415  (beside the loader)
+    from verl_rc.config.verl.migration import arguments_of_script, is_recipe_script  # noqa: PLC0415  (beside the loader)
 
     return arguments_of_script(arguments[0], arguments[1:]) if is_recipe_script(arguments[0]) else arguments
 
@@ -178,7 +178,7 @@ def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
 
 
 def _migrate(given: argparse.Namespace) -> int:
-    from verl_rc.config.migration import migrate  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
+    from verl_rc.config.verl.migration import migrate  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
 
     named = {"era": given.era, "k1_bound_convention": given.k1_bound_convention}
     try:

@@ -4,10 +4,10 @@ import os
 
 from rich.console import Console
 
+from verl_rc.config.checks import folder_problem
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import run_with_config
 from verl_rc.config.sft import SftConfig
-from verl_rc.config.writable import folder_problem
 
 
 def train(config: SftConfig) -> None:

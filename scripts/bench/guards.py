@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from verl_rc.data.batches import TokenBatch
-from verl_rc.data.fingerprint import fingerprints, require_sampled_tokens
+from verl_rc.data.batches import TokenBatch, fingerprints, require_sampled_tokens
 from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.ledger import Ledger, accounts_of_update, require_sampled_loss
 

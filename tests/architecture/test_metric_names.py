@@ -8,8 +8,7 @@ import pytest
 from architecture.source_tree import listed, package_files, parse, relative
 
 from verl_rc.metrics.catalog import CATALOG
-from verl_rc.metrics.catalog.lookup import Catalog
-from verl_rc.metrics.catalog.spec import MetricSpec
+from verl_rc.metrics.catalog.spec import Catalog, MetricSpec
 
 ROOMS = (
     r"(?:actor|critic|global_seqlen|perf|prompt_length|response|response_length"

@@ -12,7 +12,7 @@ from real_steps import RealRun, open_faulty_run
 from small_runs import ROOT, SHARE_OF_DIGITS, WITH_EVERYTHING, make_task, run_overrides
 
 from verl_rc.cluster.ray_session import start_ray
-from verl_rc.config.trainer import RayInitConfig
+from verl_rc.config.run import RayInitConfig
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,10 +41,16 @@ def overrides(task: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def whole_run(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the processes of ``whole_run`` write down which keys they read."""
+    return tmp_path_factory.mktemp("reads")
+
+
+@pytest.fixture(scope="session")
+def whole_run(overrides: list[str], reads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps with everything, as a user starts it; checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("whole")
-    result = train([*overrides, *of_folder(folder)])
+    result = train([*overrides, *of_folder(folder)], reads=reads)
     assert result.returncode == 0, result.stderr[-3000:]
     said = result.stdout.splitlines()
     assert said[-2] == f"training curves: {folder / 'training_curves.png'}"

@@ -11,12 +11,12 @@ from small_models import free_port, make_train_batch, small_run_config, write_sm
 
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import compute_policy_loss
-from verl_rc.ppo.bypass import correct_current, measure_current
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.ppo.objective import correct_current, measure_current
 from verl_rc.workers.critic_worker import CriticWorker
+from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
 
 pytestmark = pytest.mark.gpu

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from verl_rc.cluster.remote import RemoteError
 from verl_rc.correction import NonFiniteLogProbError
-from verl_rc.data.batches import TrainBatch
-from verl_rc.data.fingerprint import TokensChangedError
+from verl_rc.data.batches import TokensChangedError, TrainBatch
 from verl_rc.driver import train, weights
-from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
+from verl_rc.driver.services import StoppedByAlertError, StopRequest
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.guards import NonFiniteGradientsError, RewardHistory
 from verl_rc.ppo.ledger import LedgerError

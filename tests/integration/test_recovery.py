@@ -11,7 +11,7 @@ from real_steps import RealRun
 
 from verl_rc.cluster.remote import RemoteError
 from verl_rc.cluster.watchdog import identity_of
-from verl_rc.driver import recovery, weights
+from verl_rc.driver import weights
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
@@ -39,13 +39,13 @@ def published_run(faulty_run: RealRun) -> RealRun:
 
 
 def test_an_engine_that_hangs_while_it_samples(published_run: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, old, replace_engines = sample(published_run), engine_pid(published_run), recovery.replace_engines
+    before, old, replace_engines = sample(published_run), engine_pid(published_run), weights.replace_engines
 
     def replace_with_patience(*given: Any) -> None:
         monkeypatch.undo()  # the new engine may take its time
         replace_engines(*given)
 
-    monkeypatch.setattr(recovery, "replace_engines", replace_with_patience)
+    monkeypatch.setattr(weights, "replace_engines", replace_with_patience)
     monkeypatch.setattr(published_run.services.engines, "_timeout_seconds", 1.0)
     os.kill(old, signal.SIGSTOP)
     record = StepRecord()

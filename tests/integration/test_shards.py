@@ -25,10 +25,10 @@ from verl_rc.checkpoint import (
     shards_problem,
 )
 from verl_rc.checkpoint import shards as shards_module
-from verl_rc.config.actor import OptimConfig
+from verl_rc.config.models import OptimConfig
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
-from verl_rc.distributed.mesh import RankAddress, join_trainer_group, leave_trainer_group
-from verl_rc.workers.optimizer import build_optimizer, build_scheduler
+from verl_rc.distributed.process_group import RankAddress, join_trainer_group, leave_trainer_group
+from verl_rc.workers.sharded_model import build_optimizer, build_scheduler
 
 VOCABULARY, WIDTH = 11, 5
 """Odd sizes: no tensor splits evenly over two ranks."""

@@ -45,12 +45,12 @@ Gradients = dict[tuple[str, str], torch.Tensor]
 
 def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gradients:
     """Whole gradients under every correction and aggregation mode, and what an update changes, as one of the ranks knows them."""
-    from verl_rc.config.actor import PolicyLossConfig
+    from verl_rc.config.models import PolicyLossConfig
     from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-    from verl_rc.distributed.mesh import RankAddress
+    from verl_rc.distributed.process_group import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
-    from verl_rc.workers.accumulate import ObjectiveTotals
     from verl_rc.workers.actor_correction import ActorCorrection
+    from verl_rc.workers.micro_batches import ObjectiveTotals
     from verl_rc.workers.orders import UpdateOrder
     from verl_rc.workers.policy_worker import PolicyWorker
 
@@ -68,9 +68,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
             near[list(REJECTED)] += 5.0 if "rollout_rs" in fields and name not in LOSSES else 0.0
             batch.rollout_log_probs = batch.old_log_probs = torch.where(batch.response_mask, near, 0.0)
         counted = batch.response_mask.sum(-1)
-        share = MiniBatchShare(
-            SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum())
-        )
+        share = MiniBatchShare(SPLITS[world_size][rank], int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
         for mode in MODES:
             policy_loss = PolicyLossConfig.model_validate(LOSSES.get(name, {}))
             worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode, "policy_loss": policy_loss})
@@ -97,9 +95,7 @@ def gradients(folder: Path, world_size: int) -> Gradients:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    others = [
-        context.Process(target=gradients_of_rank, args=(folder, rank, world_size, port)) for rank in range(1, world_size)
-    ]
+    others = [context.Process(target=gradients_of_rank, args=(folder, rank, world_size, port)) for rank in range(1, world_size)]
     for process in others:
         process.start()
     found = gradients_of_rank(folder, 0, world_size, port)  # here, where torch is loaded already

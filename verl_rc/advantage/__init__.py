@@ -8,7 +8,7 @@ from verl_rc.advantage.inputs import (
     register_advantage_estimator,
     resolve_advantage_estimator,
 )
-from verl_rc.advantage.reward_kl import apply_kl_in_reward
+from verl_rc.advantage.reward_shaping import apply_kl_in_reward
 
 __all__ = [
     "AdvantageEstimator",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
-from verl_rc.config.named_functions import NamedFunctions
-from verl_rc.tensor_ops.groups import group_numbers
+from verl_rc.config.user_code import NamedFunctions
+from verl_rc.tensor_ops.masked import group_numbers
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """A run on disk: complete checkpoints only, from which any number of ranks goes on exactly."""
 
-from verl_rc.checkpoint.background import BackgroundWriter
-from verl_rc.checkpoint.errors import CheckpointError
+from verl_rc.checkpoint.optimizer_state import resume_schedule, schedule_state
 from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
-from verl_rc.checkpoint.schedule import resume_schedule, schedule_state
 from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
-from verl_rc.checkpoint.shards import collect_shards, load_shards, save_shards, write_shards
-from verl_rc.checkpoint.store import CheckpointStore, ResumeMode
+from verl_rc.checkpoint.shards import BackgroundWriter, collect_shards, load_shards, save_shards, write_shards
+from verl_rc.checkpoint.store import CheckpointError, CheckpointStore, ResumeMode
 
 __all__ = [
     "BackgroundWriter",

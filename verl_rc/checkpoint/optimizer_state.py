@@ -1,4 +1,4 @@
-"""An optimizer's state under the names of its parameters, ready to be saved and loaded as shards.
+"""What an optimizer and its schedule remember: state by the names of parameters, ready to be saved and loaded as shards.
 
 ``torch.distributed.checkpoint.state_dict`` could name it too, but takes a step when there is no state yet, after which
 Adam counts one step too many for good, and cannot load when some parameter has no state.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 
 def optimized_names(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> list[str]:
@@ -58,3 +59,23 @@ def set_state_tensors(
     plain = optimizer.state_dict()
     groups = [{**group, "lr": rate} for group, rate in zip(plain["param_groups"], learning_rates, strict=True)]
     optimizer.load_state_dict({"state": by_position, "param_groups": groups})
+
+
+def schedule_state(scheduler: LambdaLR) -> dict[str, int]:
+    """How far the schedule has come, as JSON data."""
+    return {"num_steps": int(scheduler.last_epoch)}
+
+
+def resume_schedule(scheduler: LambdaLR, state: dict[str, int]) -> None:
+    """Put a new ``scheduler`` and its optimizer where ``schedule_state`` found the old one.
+
+    Unlike ``load_state_dict`` this keeps the peak rates of the given scheduler, so that a rate changed for the resumed
+    run has its effect, and it sets the optimizer's rates.
+    """
+    num_steps = state["num_steps"]
+    rates = [base * factor(num_steps) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    scheduler.load_state_dict(
+        {**scheduler.state_dict(), "last_epoch": num_steps, "_step_count": num_steps + 1, "_last_lr": rates}
+    )
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

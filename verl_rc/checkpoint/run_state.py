@@ -11,8 +11,8 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from verl_rc import __version__
-from verl_rc.checkpoint.errors import CheckpointError
-from verl_rc.metrics.sinks.health import HealthHistory
+from verl_rc.checkpoint.store import CheckpointError
+from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.control import MovedControl
 from verl_rc.ppo.guards import RewardHistory
 

@@ -1,23 +1,25 @@
-"""A model and its optimizer on disk: saved by any number of ranks, loaded by any other, to the last bit.
+"""A model and its optimizer on disk: saved by any number of ranks, in the background if wanted, loaded by any other number,
+to the last bit.
 
 The tensors are written by torch.distributed.checkpoint (DCP), each once, under the name of its parameter.
 """
 
+import pickle
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim import Optimizer
 
-from verl_rc.checkpoint.durable import sync
-from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.optimizer_state import empty_state_tensors, optimized_names, set_state_tensors, state_tensors
-from verl_rc.checkpoint.random_state import get_random_state, read_random_state, save_random_state, set_random_state
 from verl_rc.checkpoint.shard_folder import (
     HEADER_FILE,
     MODEL,
@@ -28,6 +30,40 @@ from verl_rc.checkpoint.shard_folder import (
     saved_tensors,
     write_tensors,
 )
+from verl_rc.checkpoint.store import CheckpointError, sync
+
+
+def get_random_state() -> dict[str, Tensor]:
+    """The states of torch's CPU generator and, where there is one, of this process's CUDA device."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def save_random_state(state: dict[str, Tensor], path: Path) -> None:
+    """Write what ``get_random_state`` gave."""
+    torch.save(state, path)
+
+
+def read_random_state(path: Path) -> dict[str, Tensor]:
+    """What was saved by the rank of this number; empty when there was none. Raises ``CheckpointError`` for a broken file."""
+    if not path.exists():
+        return {}
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except (OSError, EOFError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} must hold random states, but reading it gave: {reason}. Use another one.") from error
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """Continue the generators that ``state`` names and this machine has."""
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
 
 MAX_NAMES = 5
 """Names listed in an error; the rest are counted."""
@@ -191,3 +227,44 @@ def _rank() -> int:
 
 def _random_file(folder: Path) -> Path:
     return folder / f"random_state_{_rank()}.pt"
+
+
+class BackgroundWriter:
+    """Writes one set of shards at a time, while the model they came from goes on learning.
+
+    The copy lies in host memory, which is kept for the next save: 12 bytes per parameter for fp32 weights and Adam's two
+    moments.
+    """
+
+    def __init__(self, pin_memory: bool) -> None:
+        """Collective: the threads of all ranks meet in a group of their own, since a group serves one thread at a time.
+
+        ``pin_memory``: the copy comes from a GPU, which is faster to memory that it can reach by itself.
+        """
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pin_memory,
+                use_non_blocking_copy=pin_memory,
+                use_shared_memory=False,
+                use_async_staging=False,
+            )
+        )
+        self._writing: Future[None] | None = None
+
+    def start(self, folder: Path, shards: Shards) -> None:
+        """Copy ``shards`` as they are now and have them written to ``folder``, after what is being written; collective."""
+        self.has_ended(wait=True)
+        tensors: Any = self._stager.stage(shards.tensors)  # a future only with use_async_staging
+        self._writing = self._thread.submit(write_shards, folder, replace(shards, tensors=tensors), self._group)
+
+    def has_ended(self, wait: bool) -> bool:
+        """Whether nothing is being written any more; ``wait`` until that is so. Raises the ``CheckpointError`` it ended in."""
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.done():
+            return False
+        ended, self._writing = self._writing, None
+        ended.result()
+        return True

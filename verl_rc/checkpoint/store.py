@@ -7,8 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, get_args
 
-from verl_rc.checkpoint.durable import sync, sync_tree
-from verl_rc.checkpoint.errors import CheckpointError
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read or used; the message says what must hold, what was found and what to do."""
+
+
+def sync_tree(folder: Path) -> None:
+    """Have the operating system write every file and folder below ``folder``, and itself, to the disk."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def sync(path: Path) -> None:
+    """The same for one file or one folder: the names in it, not what they stand for."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
 LATEST_FILE = "latest_checkpointed_iteration.txt"

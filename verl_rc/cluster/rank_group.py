@@ -14,7 +14,7 @@ from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all, wait_ti
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatch, MiniBatchShare
 
 
@@ -112,9 +112,7 @@ class RankGroup:
         """Every rank's ``update`` with its own arguments; their answers in order of rank."""
         return wait_timed([rank.call("update", *own) for rank, own in zip(self._ranks, arguments, strict=True)])
 
-    def _shares(
-        self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
-    ) -> list[list[MiniBatchShare]]:
+    def _shares(self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> list[list[MiniBatchShare]]:
         """For each mini-batch, each rank's share, in row numbers of the whole batch."""
         shares = []
         for mini in mini_batches:

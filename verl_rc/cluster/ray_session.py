@@ -10,7 +10,7 @@ from ray._private import ray_constants
 
 from verl_rc.cluster.environment import python_path
 from verl_rc.cluster.watchdog import WATCHDOG
-from verl_rc.config.trainer import RayInitConfig
+from verl_rc.config.run import RayInitConfig
 from verl_rc.workers.host import usable_cores
 
 _OBJECT_STORE_BYTES = 512 << 20

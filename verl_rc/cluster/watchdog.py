@@ -13,8 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_rc.cluster.hang_report import Silence, Wait, full_report, summary
-from verl_rc.cluster.process_stacks import Finding, ProcessIdentity, end, examine
+from verl_rc.cluster.hang_report import Finding, ProcessIdentity, Silence, Wait, end, examine, full_report, summary
 
 _LOOK_SECONDS = 30.0
 """How long looking into the processes of other nodes may take."""

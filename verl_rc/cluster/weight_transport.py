@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
+from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.cluster.trainer_groups import ActorGroup
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.weight_sync.sender import SendReceipt

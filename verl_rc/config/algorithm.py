@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from verl_rc.config.actor import KlKind
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, EstimatorInput, EstimatorSpec
-from verl_rc.config.base import StrictModel
+from verl_rc.config.models import KlKind
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.schema import StrictModel
 
 REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")
 """Values of ``filter_groups.metric`` that mean what is trained on, before a KL penalty; verl's names of all releases."""

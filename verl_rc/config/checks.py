@@ -1,16 +1,55 @@
-"""What must hold between keys before anything starts."""
+"""What must hold between keys, and of the folders they name, before anything starts."""
 
+import argparse
+import errno
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.reference import ReferenceConfig
+from verl_rc.config.models import ReferenceConfig
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.config.writable import folder_problem
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Why nothing can be written to ``folder``; None when it can be, or could be made. Nothing is made."""
+    there = first_existing(folder)
+    try:
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"1")
+    except OSError as error:
+        return f"{there}: {error.strerror or error}"
+    return None
+
+
+def first_existing(folder: Path) -> Path:
+    """The folder itself, or the nearest of its parents that exists."""
+    folder = folder.expanduser().absolute()
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists raises without permission
+
+
+def folder_problem(key: str, folder: str | None) -> str | None:
+    """What is wrong with the folder that ``key`` names for output, and what to do; None: nothing is."""
+    reason = None if folder is None else why_unwritable(Path(folder))
+    if reason is None:
+        return None
+    return f"{key} must be a folder that can be written to, got {folder!r} ({reason}). Pass another one: {key}=<folder>."
+
+
+def output_folder(text: str) -> Path:
+    """The folder that a command-line argument names for output; for ``type=`` of ``argparse``."""
+    reason = why_unwritable(Path(text))
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"must be a folder that can be written to, got {text!r} ({reason}). Pass another one.")
+    return Path(text)
+
 
 _UNUSABLE_QUANTIZATIONS = {
     "fp8": "vLLM's CPU build lacks its kernel; use fp8_per_channel",

@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from verl_rc.config.base import StrictModel
+from verl_rc.config.schema import StrictModel
 
 DEFAULT_CPU_CACHE_MEGABYTES = 256
 """What ``kv_cache_megabytes=null`` means on a CPU, MiB."""
@@ -71,7 +71,7 @@ class MultiTurnConfig(StrictModel):
     enable: bool = False
     """Let the policy call tools. Sampled and tool tokens together are at most ``data.max_response_length``."""
     tools: list[str] = []
-    """Names: ``calculator``, or ``module:attribute`` of a ``verl_rc.rewards.tools.Tool`` of your own."""
+    """Names: ``calculator``, or ``module:attribute`` of a ``verl_rc.rollout.tools.Tool`` of your own."""
     format: Literal["hermes", "tag"] = "hermes"
     """How a call is written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), or
     ``<tool>text</tool>`` for one tool with one argument."""

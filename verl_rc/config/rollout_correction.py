@@ -9,9 +9,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from verl_rc.config.errors import shortened
 from verl_rc.config.rejection_rules import REJECTION_RULES, BoundedRule, RejectionRule, nearest_name, parse_rules
-from verl_rc.config.rollout_correction_legacy import import_legacy
 from verl_rc.config.rollout_correction_presets import PRESETS, PresetConstructors, preset_fields
 from verl_rc.config.thresholds import Threshold, parse_threshold, threshold_specs
+from verl_rc.config.verl.rollout_correction import import_legacy
 
 __all__ = [
     "PRESETS",
@@ -287,7 +287,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     def from_legacy(cls, mapping: Mapping[str, object]) -> tuple[Self, list[str]]:
         """The configuration that settings of any verl release since August 2025 mean today, and notes on what changed.
 
-        See ``rollout_correction_legacy.import_legacy`` for the keys. Raises ``ValueError`` for keys and values of no release.
+        See ``verl.rollout_correction.import_legacy`` for the keys. Raises ``ValueError`` for keys and values of no release.
         """
         fields, notes = import_legacy(mapping)
         return cls.model_validate(fields), notes

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from verl_rc.config.base import StrictModel
 from verl_rc.config.rejection_rules import nearest_name
+from verl_rc.config.schema import StrictModel
 
 _TOKEN: Mapping[str, object] = {"rollout_is": "token"}
 _SEQUENCE: Mapping[str, object] = {"rollout_is": "sequence"}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_rc.config.base import StrictModel
+from verl_rc.config.schema import StrictModel
 
 _SECRET_NAME = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|pwd|passphrase|credentials?|apikey|key|auth|authorization|dsn)$"

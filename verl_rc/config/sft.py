@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from verl_rc.config.base import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath
 
 
 class SftModelConfig(StrictModel):

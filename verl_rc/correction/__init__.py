@@ -11,7 +11,7 @@ from verl_rc.correction.correct import (
 from verl_rc.correction.metrics import Numbers, acceptance, bound_for_acceptance
 from verl_rc.correction.rows import RowContext
 from verl_rc.correction.statistics import CorrectionStatistics
-from verl_rc.tensor_ops.proximal import interpolate_proximal
+from verl_rc.tensor_ops.logprobs import interpolate_proximal
 
 __all__ = [
     "CorrectionResult",

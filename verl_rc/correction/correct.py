@@ -15,7 +15,7 @@ from verl_rc.correction.rows import LogProbs, RowChunk, RowContext, newest_versi
 from verl_rc.correction.statistics import CorrectionStatistics, RowColumns, completed, token_totals
 from verl_rc.correction.totals import map_totals
 from verl_rc.correction.weights import importance_weights
-from verl_rc.tensor_ops.groups import group_numbers
+from verl_rc.tensor_ops.masked import group_numbers
 
 
 @dataclass(frozen=True)

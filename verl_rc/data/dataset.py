@@ -1,23 +1,49 @@
-"""Prompts in verl's data format: read, chosen, tokenised, and served by a loader that resumes exactly."""
+"""Prompts in verl's data format: read, chosen, tokenised, and served batch by batch from a position that can be saved."""
 
 import bisect
 import itertools
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl_rc.config.data import DataConfig
-from verl_rc.data.custom_dataset import CustomRecords
-from verl_rc.data.epoch_batches import EpochBatches
-from verl_rc.data.mixture import MixedBatches
-from verl_rc.data.prompt_lengths import describe_lengths, evenly_spread
-from verl_rc.data.records import Record, RecordFile, check_messages
+from verl_rc.config.task import DataConfig
+from verl_rc.data.epoch_batches import EpochBatches, MixedBatches
+from verl_rc.data.records import CustomRecords, Record, RecordFile, check_messages
 from verl_rc.data.tokenize import encode_prompt
+
+
+def describe_lengths(lengths: Sequence[int], num_prompts: int, limit: int) -> str:
+    """A line with the histogram of prompt lengths (tokens, before truncation) against ``data.max_prompt_length``.
+
+    ``lengths`` may be those of a sample of ``num_prompts`` prompts. Bins double: 1, 2-3, 4-7, 8-15 tokens and so on.
+    """
+    ordered = sorted(lengths)
+    bins: dict[int, int] = {}
+    for length in ordered:
+        exponent = length.bit_length()
+        bins[exponent] = bins.get(exponent, 0) + 1
+    shares = ", ".join(f"{_bin_name(exponent)}: {count / len(ordered):.0%}" for exponent, count in bins.items())
+    longer = sum(length > limit for length in ordered)
+    counted = f"{num_prompts}" if len(ordered) == num_prompts else f"{len(ordered)} of {num_prompts}"
+    return (
+        f"{counted} prompts by tokens: {shares}; median {ordered[(len(ordered) - 1) // 2]}, longest {ordered[-1]}, "
+        f"data.max_prompt_length={limit}, longer {longer / len(ordered):.1%}"
+    )
+
+
+def _bin_name(exponent: int) -> str:
+    first, last = (1 << exponent) >> 1, (1 << exponent) - 1
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def evenly_spread(count: int, at_most: int) -> list[int]:
+    """Up to ``at_most`` of the numbers from 0 to ``count - 1``, the first and evenly spread others."""
+    return list(range(0, count, -(-count // at_most)))
 
 
 @dataclass(frozen=True)
@@ -262,3 +288,43 @@ def build_validation_rows(config: DataConfig, tokenizer: Any, seed: int) -> list
     choice = RowChoice(config.val_max_samples, data_seed if config.shuffle else None)
     dataset = _prompts(config.val_files, config, tokenizer, choice)
     return [dataset[index] for index in range(len(dataset))]
+
+
+class PromptStream:
+    """Draws batches from a loader; a pass over the loader is an epoch, and the next one begins by itself."""
+
+    def __init__(self, loader: Any) -> None:
+        """``loader``: as ``build_train_loader`` makes one; nobody else may draw from it."""
+        self._loader = loader
+        self._passing: Iterator[list[PromptRow]] | None = None
+        self._batches_drawn = 0
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        return len(self._loader)
+
+    def draw(self) -> tuple[int, list[PromptRow]]:
+        """The next batch, and its epoch, from 0."""
+        while True:
+            if self._passing is None:
+                self._passing = iter(self._loader)
+            rows = next(self._passing, None)
+            if rows is not None:
+                epoch = self._batches_drawn // len(self)
+                self._batches_drawn += 1
+                return epoch, rows
+            self._passing = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch comes from: every batch drawn so far is used up."""
+        return {"batches_drawn": self._batches_drawn, "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``. Raises ``ValueError`` when it is none, or belongs to other data or another order."""
+        if state.keys() != {"batches_drawn", "loader"}:
+            raise ValueError(
+                f"the data position of a checkpoint must hold batches_drawn and loader, got {sorted(state)}: it was written by "
+                "another release. Start anew with trainer.resume_mode=disable."
+            )
+        self._batches_drawn = int(state["batches_drawn"])
+        self._loader.load_state_dict(state["loader"])

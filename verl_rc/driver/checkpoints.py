@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl_rc.checkpoint import CheckpointError, CheckpointStore, RunState, SavedRun, check_same_model, shards_problem
+from verl_rc.cluster.model_groups import ActorGroup, CriticGroup
 from verl_rc.cluster.remote import RemoteError, wait_for_all
-from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.config.secrets import public_values
@@ -24,9 +24,7 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
     trainer = config.trainer
     store = CheckpointStore(run_folder, trainer.max_actor_ckpt_to_keep)
     try:
-        folder, messages = store.choose(
-            trainer.resume_mode, trainer.resume_from_path, lambda folder: _problem(folder, config)
-        )
+        folder, messages = store.choose(trainer.resume_mode, trainer.resume_from_path, lambda folder: _problem(folder, config))
         for message in messages:
             say("%s", message)
         if folder is None:

@@ -2,9 +2,8 @@
 
 import torch
 
-from verl_rc.config.trainer import AlertAction
-from verl_rc.data.batches import TrainBatch
-from verl_rc.data.fingerprint import require_sampled_tokens
+from verl_rc.config.run import AlertAction
+from verl_rc.data.batches import TrainBatch, require_sampled_tokens
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord

@@ -9,6 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from verl_rc.advantage.reward_shaping import overlong_penalty
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.config.algorithm import REWARD_METRICS
@@ -20,14 +21,11 @@ from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.train_batch import informative_groups
-from verl_rc.rewards.overlong import overlong_penalty
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
-def sample_batch(
-    services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord
-) -> Samples:
+def sample_batch(services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord) -> Samples:
     """Responses to ``prompts`` and their scores; the engines sleep afterwards.
 
     With ``algorithm.filter_groups`` only prompts stay whose samples differ in their scores, and further ones are drawn until
@@ -65,9 +63,7 @@ class _Sampler:
         sampling = SamplingOptions.for_training(services.config.actor_rollout_ref.rollout, services.stop_token_ids)
         requests = [GenerationRequest(row.prompt_token_ids, seed=0) for row in batch.prompts]
         with record.stage("gen_max"):
-            answer = weights.generate(
-                services, self.state, requests, replace(sampling, temperature=0.0), self.state.step, record
-            )
+            answer = weights.generate(services, self.state, requests, replace(sampling, temperature=0.0), self.state.step, record)
         record.add_busy("gen_max", answer.busy_seconds)
         record.ledger.sampled(sampled_tokens(answer.result))
         record.ledger.book({"baseline": sampled_tokens(answer.result)})

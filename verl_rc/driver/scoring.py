@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
 
+from verl_rc.cluster.model_groups import RewardModel
 from verl_rc.cluster.remote import wait_for_all
-from verl_rc.cluster.reward_model import RewardModel
 from verl_rc.cluster.reward_pool import RewardPool
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.announce import announced, say
 from verl_rc.metrics import Metric, Reduction
@@ -45,15 +45,11 @@ class ResponseScorer:
             say("reward: %d of %d responses failed; one of them: %s", len(failures), len(samples), failures[0])
         return _with_accuracies([outputs[place] for place in range(len(samples))])
 
-    def _samples(
-        self, rows: Sequence[PromptRow], texts: Sequence[str]
-    ) -> tuple[list[RewardSample], dict[int, RewardError]]:
+    def _samples(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> tuple[list[RewardSample], dict[int, RewardError]]:
         """One sample per response, with the reward model's score if there is a model; and those it has none for."""
         if self._model is None:
             return [RewardSample.of(row, text) for row, text in zip(rows, texts, strict=True)], {}
-        conversations = [
-            [*row.messages, {"role": "assistant", "content": text}] for row, text in zip(rows, texts, strict=True)
-        ]
+        conversations = [[*row.messages, {"role": "assistant", "content": text}] for row, text in zip(rows, texts, strict=True)]
         samples, unjudged = [], {}
         for place, (row, text, answer) in enumerate(zip(rows, texts, self._model.score(conversations), strict=True)):
             samples.append(RewardSample.of(row, text, None if isinstance(answer, str) else answer))

@@ -12,28 +12,31 @@ import torch
 from verl_rc.advantage import resolve_advantage_estimator
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
 from verl_rc.cluster.remote import RemoteError, wait_for_all
-from verl_rc.cluster.trainer_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
-from verl_rc.config.data import DataConfig
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.foreign_code import foreign_code
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
-from verl_rc.config.run import RunConfig
+from verl_rc.config.run import RunConfig, foreign_code
 from verl_rc.config.secrets import public_values
-from verl_rc.data.dataset import PromptDataset, PromptRow, build_train_loader, build_validation_rows
-from verl_rc.data.prompt_lengths import describe_lengths
-from verl_rc.data.prompt_stream import PromptStream
+from verl_rc.config.task import DataConfig
+from verl_rc.data.dataset import (
+    PromptDataset,
+    PromptRow,
+    PromptStream,
+    build_train_loader,
+    build_validation_rows,
+    describe_lengths,
+)
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.driver import checkpoints
 from verl_rc.driver.announce import announced, say
-from verl_rc.driver.interruption import StopRequest
 from verl_rc.driver.scoring import open_scorer
-from verl_rc.driver.services import Services
+from verl_rc.driver.services import Services, StopRequest
 from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.ppo.choices import policy_loss_name

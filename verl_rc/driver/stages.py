@@ -14,9 +14,8 @@ from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TrainBa
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.metrics import Metric
-from verl_rc.metrics.sinks import health
-from verl_rc.metrics.sinks.health import HealthHistory
+from verl_rc.metrics import Metric, health
+from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.control import Control
@@ -108,9 +107,7 @@ def describe_batch(
         describe_correction(services, scored.statistics, control, record)
 
 
-def describe_correction(
-    services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord
-) -> None:
+def describe_correction(services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord) -> None:
     """``rollout_corr/*`` of the step, and its histogram.
 
     Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.

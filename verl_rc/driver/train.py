@@ -8,11 +8,10 @@ from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
-from verl_rc.driver.pace import Pace
 from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
-from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.step_record import Pace, StepRecord
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
@@ -72,9 +71,7 @@ def train(services: Services, state: RunState) -> None:
         say("validation accuracy: %.3f -> %.3f", first, last)
 
 
-def update(
-    services: Services, state: RunState, batch: TrainBatch, evaluations: PolicyEvaluations, record: StepRecord
-) -> None:
+def update(services: Services, state: RunState, batch: TrainBatch, evaluations: PolicyEvaluations, record: StepRecord) -> None:
     """The critic, and the actor once the critic's warm-up is over."""
     config, step = services.config, state.step + 1
     correction, limit = config.algorithm.rollout_correction, config.trainer.max_nonfinite_updates

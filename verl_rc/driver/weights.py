@@ -1,12 +1,13 @@
-"""Publishing the actor's weights to the engines, and proving that they hold them."""
+"""Publishing the actor's weights to the engines, replacing lost engines, and proving that they hold the weights."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.data.batches import Completions, Timed
-from verl_rc.driver import recovery
+from verl_rc.driver.announce import say
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.choices import log_prob_limit
@@ -15,9 +16,26 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 
 
-def publish(
-    services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool = False
-) -> float | None:
+def replace_engines(services: Services, lost: EnginesLostError, record: StepRecord) -> None:
+    """Start new engines in the places of those lost and connect them to the trainer; they have no weights yet.
+
+    Raises ``RemoteError`` when more than ``rollout.max_engine_replacements`` were lost in one step, and ``EnginesLostError`` when
+    others are lost meanwhile.
+    """
+    limit = services.config.actor_rollout_ref.rollout.max_engine_replacements
+    record.engines_replaced += len(lost.engines)
+    if record.engines_replaced > limit:
+        raise RemoteError(
+            f"at most actor_rollout_ref.rollout.max_engine_replacements={limit} engines are replaced in one step, but "
+            f"{record.engines_replaced} were lost, the last: {lost}. Look for what kills them (memory?), or raise the limit."
+        ) from lost
+    say("replacing %d rollout engine(s): %s", len(lost.engines), str(lost).partition("\n")[0])
+    wait_for_all(services.engines.replace(lost.engines), services.config.trainer.ready_timeout_seconds)
+    services.transport.open()
+    services.engines.sleep()
+
+
+def publish(services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool = False) -> float | None:
     """Send the current weights to every engine as ``version`` and prove that they arrived; engines that are lost are replaced.
 
     Canary tokens are generated ``with_canary`` and for every ``sync_proof.canary_freq``-th version; returns the limit of their
@@ -71,7 +89,7 @@ def _replace_and_deliver(
     missing: EnginesLostError | None = lost
     while missing is not None:
         try:
-            recovery.replace_engines(services, missing, record)
+            replace_engines(services, missing, record)
             limit = _deliver(services, state, version, record, with_canary=True)
             missing = None
         except EnginesLostError as error:
@@ -111,9 +129,7 @@ def judge_canary(services: Services, limit: float | None, version: int, record: 
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         limit = services.gap_limit.after(gap, limit, f"canary tokens of rollout engine {engine} at weight version {version}")
         gaps.append(gap)
-    record.add(
-        {"sync/canary_mean_gap": max(gap.mean for gap in gaps), "sync/canary_max_gap": max(gap.maximum for gap in gaps)}
-    )
+    record.add({"sync/canary_mean_gap": max(gap.mean for gap in gaps), "sync/canary_max_gap": max(gap.maximum for gap in gaps)})
     return limit
 
 
@@ -125,6 +141,4 @@ def canary_requests(services: Services) -> list[GenerationRequest]:
     tokens = [token for row in services.validation_rows for token in row.prompt_token_ids]
     prefix = (tokens * (length // len(tokens) + 1))[: length - 1]
     last = sorted(set(tokens))
-    return [
-        GenerationRequest([*prefix, last[index % len(last)]], seed=index) for index in range(proof.canary_num_prompts)
-    ]
+    return [GenerationRequest([*prefix, last[index % len(last)]], seed=index) for index in range(proof.canary_num_prompts)]

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from torch import Tensor
 
 from verl_rc.config.algorithms import LossOptions
-from verl_rc.config.named_functions import NamedFunctions
+from verl_rc.config.user_code import NamedFunctions
 from verl_rc.losses.aggregate import Aggregation, LossMetric, token_metric
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 

@@ -1,7 +1,6 @@
 """What a run reports: records, their exact reduction, the catalogue of names, and sinks to show and store them."""
 
 from verl_rc.metrics.catalog import MetricSpec, check_names, describe
-from verl_rc.metrics.record import Metric, Reduction
-from verl_rc.metrics.reduce import reduce_metrics
+from verl_rc.metrics.record import Metric, Reduction, reduce_metrics
 
 __all__ = ["Metric", "MetricSpec", "Reduction", "check_names", "describe", "reduce_metrics"]

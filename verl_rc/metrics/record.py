@@ -1,6 +1,8 @@
-"""The record in which any part of a run reports one number, with how it is to be reduced."""
+"""The record in which any part of a run reports one number, and its exact reduction, however records are split or ordered."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -36,3 +38,53 @@ class Metric:
         """Check the weight."""
         if not (self.weight >= 0 and math.isfinite(self.weight)):
             raise ValueError(f"the weight of metric '{self.name}' must be finite and at least 0, got {self.weight}.")
+
+
+def reduce_metrics(records: Iterable[Metric]) -> dict[str, float]:
+    """Reduces records to one number a name.
+
+    A mean whose weights are all 0 is left out: nothing was measured. NaN stays NaN in every reduction but ``LAST``.
+
+    Raises:
+        ValueError: a name comes with two different reductions.
+    """
+    by_name: dict[str, list[Metric]] = defaultdict(list)
+    for record in records:
+        by_name[record.name].append(record)
+    reduced: dict[str, float] = {}
+    for name, group in by_name.items():
+        reductions = sorted({record.reduction for record in group})
+        if len(reductions) > 1:
+            raise ValueError(f"metric '{name}' must have one reduction, got {' and '.join(reductions)}.")
+        value = _reduce_group(group, reductions[0])
+        if value is not None:
+            reduced[name] = value
+    return reduced
+
+
+def _reduce_group(group: Sequence[Metric], reduction: Reduction) -> float | None:
+    values = [record.value for record in group]
+    match reduction:
+        case Reduction.MEAN:
+            return _weighted_mean(group)
+        case Reduction.SUM:
+            return _exact_sum(values)
+        case Reduction.LAST:
+            return values[-1]
+        case Reduction.MIN | Reduction.MAX:
+            extreme = min if reduction is Reduction.MIN else max
+            return math.nan if any(math.isnan(value) for value in values) else extreme(values)
+
+
+def _weighted_mean(group: Sequence[Metric]) -> float | None:
+    """Records of weight 0 do not count, whatever their value: an empty micro-batch may well report NaN."""
+    counted = [record for record in group if record.weight > 0]
+    if not counted:
+        return None
+    total = _exact_sum([record.value * record.weight for record in counted])
+    return total / math.fsum(record.weight for record in counted)
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    """Correctly rounded, hence independent of the order; infinities and NaN propagate instead of raising."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -1,7 +1,7 @@
 """What a configuration chooses of an update: its loss, what comes before it, how much a forward pass holds. No torch."""
 
-from verl_rc.config.actor import ActorConfig
 from verl_rc.config.algorithms import POLICY_LOSSES
+from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit

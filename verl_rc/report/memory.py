@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from verl_rc.config.actor import FsdpConfig
-from verl_rc.config.model import ModelConfig, model_source
+from verl_rc.config.models import FsdpConfig, ModelConfig, model_source
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES
 from verl_rc.config.run import RunConfig
 from verl_rc.report.plan import BatchArithmetic, UpdateArithmetic, plan_of
-from verl_rc.workers.precision import torch_dtype
+from verl_rc.workers.language_model import torch_dtype
 
 MIB = 1 << 20
 

@@ -1,17 +1,18 @@
-"""Whether the machine can run a configuration: packages, devices, memory, disk, ports, folder."""
+"""Whether the machine can run a configuration: packages, devices, memory, disk, ports, folder; and what a finding is."""
 
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from verl_rc.config.checks import first_existing, why_unwritable
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
-from verl_rc.config.writable import first_existing, why_unwritable
-from verl_rc.report.findings import Finding
 from verl_rc.report.memory import (
     ENGINE_MIB,
     MIB,
@@ -25,6 +26,38 @@ from verl_rc.report.memory import (
 )
 from verl_rc.rollout.fp8_products import SlowFp8Error, measured_fp8_products
 from verl_rc.workers.host import available_memory, usable_cores
+
+_MARKS = {"ok": "ok  ", "failed": "FAIL", "note": "note"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report, with more lines where something is to be done."""
+
+    status: Literal["ok", "failed", "note"]
+    subject: str
+    found: str
+    must: str = ""
+    """What must hold; given with ``failed``."""
+    remedy: str = ""
+    """What to do about it."""
+
+    @classmethod
+    def of(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
+        """``ok`` where it holds, else ``failed``."""
+        return cls("ok", subject, found) if holds else cls("failed", subject, found, must, remedy)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        more = [("must", self.must), ("do", self.remedy)]
+        first = f"{_MARKS[self.status]}  {self.subject}: {self.found}"
+        return [first, *(f"        {label:<5} {text}" for label, text in more if text)]
+
+
+def verdict(failures: int) -> str:
+    """The last line of a report."""
+    return "The run can start." if failures == 0 else f"{failures} thing(s) stand in the way of the run."
+
 
 PACKAGES = (
     "torch",

@@ -1,13 +1,15 @@
 """From text to score, pure functions: rule-based scorers, the user's own, and which one a row gets."""
 
-from verl_rc.rewards.custom import load_reward_function
-from verl_rc.rewards.dispatch import build_reward, check_data_sources, find_scorer, register_scorer, undecided
-from verl_rc.rewards.exact_match import exact_match
-from verl_rc.rewards.gsm8k import gsm8k
-from verl_rc.rewards.last_answer import last_answer
-from verl_rc.rewards.math_answer import dapo_math, math_answer
-from verl_rc.rewards.output import RewardError, RewardOutput, as_reward_output
-from verl_rc.rewards.sample import RewardSample
+from verl_rc.rewards.dispatch import (
+    build_reward,
+    check_data_sources,
+    find_scorer,
+    load_reward_function,
+    register_scorer,
+    undecided,
+)
+from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
+from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
 
 __all__ = [
     "RewardError",

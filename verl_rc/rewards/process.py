@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.rewards.dispatch import build_reward
-from verl_rc.rewards.math_answer import load_verifier
-from verl_rc.rewards.output import RewardError, RewardOutput
-from verl_rc.rewards.sample import RewardSample
+from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample
+from verl_rc.rewards.scorers import load_verifier
 
 _GRACE_SECONDS = 5
 

@@ -1,6 +1,10 @@
-"""What a reward function is asked: one response, and what is known about its prompt."""
+"""What a reward function is asked (one response, and what is known about its prompt) and what it says about it, checked."""
 
-from dataclasses import dataclass
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # reward processes start without torch, which the data package loads
@@ -34,3 +38,100 @@ class RewardSample:
     def __str__(self) -> str:
         """The sample's name in messages."""
         return f"row {self.row_index} (data_source {self.data_source!r}, response {self.solution_str[:_SHOWN_CHARACTERS]!r})"
+
+
+_REPR = reprlib.Repr()
+"""Shows objects that raise when they are shown, and those without end, too."""
+_REPR.maxstring = _REPR.maxother = 80
+
+
+class RewardError(ValueError):
+    """A response that could not be scored; the message names the sample and the reason."""
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """The score of one response and whatever else the reward function reports about it."""
+
+    score: float
+    """The reward, finite; it is placed on the response's last token."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns, e.g. ``acc`` (1.0 right, 0.0 wrong) and ``pred`` (the answer that was read): numbers, texts, None, or
+    lists and dicts of those."""
+
+
+def as_reward_output(returned: object, sample: object) -> RewardOutput:
+    """Check what a reward function returned: a number, or a mapping with the number under ``score``.
+
+    A bare number also becomes ``acc``; arrays and tensors without dimensions count as numbers. ``sample`` names the response
+    in the error. Raises ``RewardError`` when the score is missing, no number, or not finite, or when a further value is
+    nothing that can be written to a file.
+    """
+    if isinstance(returned, Mapping):
+        unnamed = [key for key in returned if not isinstance(key, str)]
+        if "score" not in returned or unnamed:
+            raise RewardError(
+                "a reward function must return a number, or a dict that has 'score' among keys that are strings; for "
+                f"{sample} it returned a dict with the keys {_shown(list(returned))}."
+            )
+        extras = {_text(key): _plain(value, key, sample) for key, value in returned.items() if key != "score"}
+        if extras.get("acc") is not None:
+            extras["acc"] = _number(extras["acc"], "acc", sample)
+        return RewardOutput(_number(_unwrapped(returned["score"]), "score", sample), extras)
+    score = _number(_unwrapped(returned), "score", sample)
+    return RewardOutput(score, {"acc": score})
+
+
+def _number(value: object, name: str, sample: object) -> float:
+    if not isinstance(value, Real) or not _is_finite(value):
+        raise RewardError(
+            f"the {name} of a reward function must be a finite number, got {_shown(value)} ({type(value).__name__}) "
+            f"for {sample}. Return a float, or a dict with one under 'score'."
+        )
+    return float(value)
+
+
+def _is_finite(number: Real | int) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
+def _plain(value: object, name: str, sample: object) -> object:
+    """``value`` in exactly Python's own types: the driver need not know the classes of the user's module."""
+    value = _unwrapped(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int) and _is_finite(value):
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, int):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, name, sample) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name, sample) for item in value]
+    raise RewardError(
+        f"what a reward function returns beside the score must be numbers, texts, None, or lists and dicts of those, got "
+        f"{type(value).__name__} under {name!r} for {sample}."
+    )
+
+
+def _unwrapped(value: object) -> object:
+    """The one number of an array or tensor without dimensions; anything else as it is."""
+    return value.tolist() if getattr(value, "shape", None) == () and hasattr(value, "tolist") else value
+
+
+def _text(value: str) -> str:
+    """``value`` as UTF-8 can write it; what it cannot, half a surrogate pair, is escaped."""
+    return value.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _shown(value: object) -> str:
+    """``value`` for a message: short, whatever it is."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"

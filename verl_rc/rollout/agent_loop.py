@@ -9,9 +9,9 @@ import torch
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, Timed, unpadded
 from verl_rc.data.tokenize import ToolTurnEncoder
-from verl_rc.rewards.tools import ToolCaller, find_tools
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 from verl_rc.rollout.tool_calls import Parser, answer, choose_parser, shortened
+from verl_rc.rollout.tools import ToolCaller, find_tools
 
 SampleTurn = Callable[[Sequence[GenerationRequest], SamplingOptions], Timed[Completions]]
 """Samples one turn on all engines of a run: one completion per request, in order."""

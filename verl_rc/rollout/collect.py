@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_rc.data.batches import Completions, RolloutBatch, TokenBatch, left_padded, positions_mask
-from verl_rc.data.fingerprint import fingerprints
+from verl_rc.data.batches import Completions, RolloutBatch, TokenBatch, fingerprints, left_padded, positions_mask
 
 
 def build_rollout_batch(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.rewards.tools import Tool, ToolCaller
+from verl_rc.rollout.tools import Tool, ToolCaller
 
 _HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _TAG = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)

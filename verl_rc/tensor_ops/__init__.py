@@ -11,8 +11,7 @@ from verl_rc.tensor_ops.divergence import (
     kl_penalty,
 )
 from verl_rc.tensor_ops.logprobs import entropy_from_logits, log_probs_from_logits, sum_pi_squared_from_logits
-from verl_rc.tensor_ops.masked import masked_row_sums, masked_sum, masked_whiten
-from verl_rc.tensor_ops.rows import in_row_blocks, row_slices
+from verl_rc.tensor_ops.masked import in_row_blocks, masked_row_sums, masked_sum, masked_whiten, row_slices
 
 __all__ = [
     "KL_KINDS",

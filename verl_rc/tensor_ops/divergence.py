@@ -5,7 +5,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from verl_rc.config.actor import KlKind
+from verl_rc.config.models import KlKind
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are held within ± this many nats before they are exponentiated: e^20 = 4.85e8."""

@@ -1,5 +1,7 @@
-"""Sums and whitening over the True positions of a mask. Masked positions are cut by selection, so NaN there
-is harmless."""
+"""Sums and whitening over the True positions of a mask; rows a few at a time; groups of rows. Masked positions are cut by
+selection, so NaN there is harmless."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,3 +29,36 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     variance = torch.linalg.vecdot(centred, centred).double().sum() / (count - 1).clamp_min(1)
     scale = torch.where(count > 1, torch.rsqrt(variance + 1e-8), 1.0)
     return centred.mul_(scale.to(values.dtype))
+
+
+_BLOCK_ELEMENTS = 1 << 16
+"""Elements of a block whose temporaries stay in a CPU's cache."""
+
+
+def row_slices(num_rows: int, width: int, elements: int) -> Iterator[slice]:
+    """Slices that cover ``num_rows`` rows of ``width`` elements, each of at most ``elements`` of them or a single row.
+
+    Without rows there is one empty slice, so that what is computed for the slices can always be put together.
+    """
+    step = max(1, elements // max(width, 1))
+    for start in range(0, max(num_rows, 1), step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def in_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Applies a function of ``[B, T]`` tensors, which computes row by row, to a few rows at a time."""
+    num_rows, width = tensors[0].shape
+    slices = row_slices(num_rows, width, _BLOCK_ELEMENTS)
+    return torch.cat([function(*(tensor[rows] for tensor in tensors)) for rows in slices])
+
+
+def group_numbers(group_ids: Tensor | Sequence[Hashable], device: torch.device) -> Tensor:
+    """int64 ``[B]``: a number in [0, B) for each row, the same for rows whose id is the same. No host sync for tensors."""
+    if not isinstance(group_ids, Tensor):
+        numbers: dict[Hashable, int] = {}
+        return torch.tensor([numbers.setdefault(name, len(numbers)) for name in group_ids], dtype=torch.int64, device=device)
+    # torch.unique would do, but its result has a size that only the device knows: the host would wait for it.
+    ordered, order = group_ids.to(device).sort()
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(order).scatter(0, order, starts.cumsum(0) - 1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_rc.distributed.store import open_store
+from verl_rc.distributed.process_group import open_store
 
 Group = Any
 """A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``: torch's stubs know neither as a ``ProcessGroup`` nor their options."""

@@ -9,10 +9,9 @@ from torch import Tensor
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.data.batches import TrainBatch
-from verl_rc.distributed.collectives import all_reduce_max, all_reduce_sum
-from verl_rc.distributed.mesh import DeviceMesh
-from verl_rc.ppo.bypass import MiniBatchCounts, correct_current, kept_counts, measure_current
+from verl_rc.distributed.process_group import DeviceMesh, all_reduce_max, all_reduce_sum
 from verl_rc.ppo.choices import needs_statistics_first
+from verl_rc.ppo.objective import MiniBatchCounts, correct_current, kept_counts, measure_current
 from verl_rc.weight_sync.proof import LogProbGap, token_gaps
 
 CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]

@@ -6,18 +6,15 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, TokenBatch
-from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_device
+from verl_rc.distributed.process_group import RankAddress, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, value_objective
-from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.forward import score_values
-from verl_rc.workers.language_model import load_value_model
-from verl_rc.workers.learner import Learner
-from verl_rc.workers.precision import torch_dtype
-from verl_rc.workers.rows import accumulate_gradients, score_rows, take_rows
-from verl_rc.workers.sharded_model import Learning, ShardedModel
+from verl_rc.workers.language_model import load_value_model, torch_dtype
+from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
+from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
 
 
 class CriticWorker(Learner):

@@ -17,11 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from verl_rc.checkpoint import CheckpointError, CheckpointStore, SavedRun, load_full_state_dict
 from verl_rc.checkpoint.shards import is_frozen, named_tensors
 from verl_rc.config.errors import listed
-from verl_rc.config.model import ModelConfig
+from verl_rc.config.models import ModelConfig
 from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.workers.language_model import load_causal_lm
+from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import add_adapters
-from verl_rc.workers.precision import torch_dtype
 
 Part = Literal["policy", "critic", "adapter"]
 COPIED_FILES = (

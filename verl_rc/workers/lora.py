@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from verl_rc.config.model import ModelConfig
+from verl_rc.config.models import ModelConfig
 from verl_rc.weight_sync.sender import ModelWeights
 
 _ADAPTER = "default"

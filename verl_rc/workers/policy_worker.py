@@ -10,8 +10,7 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
-from verl_rc.distributed.collectives import all_gather_vector, all_reduce_sum
-from verl_rc.distributed.mesh import RankAddress, join_trainer_group, trainer_device
+from verl_rc.distributed.process_group import RankAddress, all_gather_vector, all_reduce_sum, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name
@@ -21,17 +20,26 @@ from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
-from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.forward import ForwardOptions, score_tokens
-from verl_rc.workers.language_model import load_causal_lm
-from verl_rc.workers.learner import Learner
+from verl_rc.workers.host import host_memory
+from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
-from verl_rc.workers.memory import memory_metrics
+from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
 from verl_rc.workers.orders import UpdateOrder, UpdateReport
-from verl_rc.workers.precision import torch_dtype
-from verl_rc.workers.rows import accumulate_gradients, score_rows, take_rows
-from verl_rc.workers.sharded_model import Learning, ShardedModel
+from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
+
+_GIB = 1 << 30
+
+
+def memory_metrics(device: torch.device) -> list[Metric]:
+    """``perf/*memory*`` in GiB, the largest over the ranks: verl's ``actor/perf/*`` under the names it had before."""
+    memory = host_memory()
+    used = {"perf/cpu_memory_used_gb": memory["MemTotal"] - memory["MemAvailable"]}
+    if device.type == "cuda":
+        used["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device)
+        used["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device)
+    return [Metric(name, size / _GIB, Reduction.MAX) for name, size in used.items()]
 
 
 class PolicyWorker(Learner):

@@ -6,11 +6,10 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch
-from verl_rc.distributed.mesh import RankAddress, join_trainer_group, leave_trainer_group, trainer_device
+from verl_rc.distributed.process_group import RankAddress, join_trainer_group, leave_trainer_group, trainer_device
 from verl_rc.workers.forward import ForwardOptions, score_tokens
-from verl_rc.workers.language_model import load_causal_lm
-from verl_rc.workers.precision import torch_dtype
-from verl_rc.workers.rows import score_rows
+from verl_rc.workers.language_model import load_causal_lm, torch_dtype
+from verl_rc.workers.micro_batches import score_rows
 from verl_rc.workers.sharded_model import ShardedModel
 
 

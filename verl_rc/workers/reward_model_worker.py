@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from verl_rc.config.reward import RewardModelConfig
+from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.distributed.mesh import trainer_device
-from verl_rc.workers.precision import torch_dtype
+from verl_rc.distributed.process_group import trainer_device
+from verl_rc.workers.language_model import torch_dtype
 
 Conversation = Sequence[dict[str, Any]]
 """Chat messages ``{role, content}``; the last one is the response."""

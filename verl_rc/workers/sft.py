@@ -16,8 +16,7 @@ from transformers.utils import logging as transformers_logging
 from verl_rc.config.sft import SftConfig
 from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
-from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.data.worked_examples import WorkedExample, read_worked_examples
+from verl_rc.data.tokenize import WorkedExample, load_tokenizer, read_worked_examples
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import load_causal_lm, packed_logits
 
@@ -91,9 +90,7 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
     """
     trainer, optim = setup.config.trainer, setup.config.optim
     betas = (optim.betas[0], optim.betas[1])
-    optimizer = torch.optim.AdamW(
-        setup.model.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(setup.model.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True)
     batches = _endless(setup.order)
     steps, result = trainer.total_training_steps, None
     with _progress(console) as progress:

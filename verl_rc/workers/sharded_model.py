@@ -1,7 +1,8 @@
-"""A model on one rank: FSDP2 shards; for one that learns also AdamW and its schedule; in host memory while it rests."""
+"""A model on one rank: FSDP2 shards; for one that learns AdamW and its schedule; written down, taken up, in host memory while
+it rests."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,43 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl_rc.checkpoint import BackgroundWriter, collect_shards, load_shards, resume_schedule, schedule_state, write_shards
-from verl_rc.config.actor import FsdpConfig, OptimConfig
+from verl_rc.config.models import FsdpConfig, OptimConfig
 from verl_rc.distributed.fsdp import gather_full_tensor, shard_model
-from verl_rc.distributed.mesh import DeviceMesh
-from verl_rc.workers.optimizer import build_optimizer, build_scheduler
-from verl_rc.workers.precision import torch_dtype
+from verl_rc.distributed.process_group import DeviceMesh, leave_trainer_group
+from verl_rc.workers.language_model import torch_dtype
+
+
+def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> AdamW:
+    """AdamW over fp32 master weights; the fused kernel where torch has one for the device."""
+    trainable = [p for p in parameters if p.requires_grad]
+    return AdamW(trainable, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True)
+
+
+def warmup_steps(config: OptimConfig, total_steps: int) -> int:
+    """Warm-up length in training steps: ``lr_warmup_steps`` when >= 0, else the ratio of all steps."""
+    if config.lr_warmup_steps >= 0:
+        return config.lr_warmup_steps
+    return int(config.lr_warmup_steps_ratio * total_steps)
+
+
+def build_scheduler(optimizer: AdamW, config: OptimConfig, total_steps: int) -> LambdaLR:
+    """Linear warm-up, then constant, linear decay or cosine decay to ``min_lr_ratio`` of the peak at
+    ``total_steps``."""
+    warmup = warmup_steps(config, total_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if config.lr_scheduler_type == "constant":
+            return 1.0
+        progress = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
+        if config.lr_scheduler_type == "linear":
+            remaining = 1.0 - progress
+        else:
+            remaining = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
+        return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining
+
+    return LambdaLR(optimizer, factor)
 
 
 @dataclass(frozen=True)
@@ -134,3 +167,25 @@ class ShardedModel:
                 if isinstance(value, torch.Tensor):
                     state[name] = value.to(device, non_blocking=True)
 
+
+class Learner:
+    """One rank of a model that learns."""
+
+    model: ShardedModel
+    """Weights, moments and schedule."""
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint, or with ``checkpoint.async_save`` begin to; collective."""
+        self.model.save(folder)
+
+    def has_saved(self, wait: bool) -> bool:
+        """Whether the last checkpoint is written; ``wait`` until it is. Raises ``CheckpointError`` when it cannot be."""
+        return self.model.has_saved(wait)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint; collective."""
+        self.model.load(folder)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        leave_trainer_group()

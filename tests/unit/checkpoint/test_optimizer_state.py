@@ -1,10 +1,22 @@
+"""An optimizer and its schedule go on where they stopped."""
+
+import json
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
-from verl_rc.checkpoint.optimizer_state import empty_state_tensors, optimized_names, set_state_tensors, state_tensors
+from verl_rc.checkpoint.optimizer_state import (
+    empty_state_tensors,
+    optimized_names,
+    resume_schedule,
+    schedule_state,
+    set_state_tensors,
+    state_tensors,
+)
 
 
 def build() -> tuple[dict[str, nn.Parameter], AdamW]:
@@ -79,3 +91,34 @@ def test_room_for_a_saved_state() -> None:
         "a.x.step": ((), torch.float32),
     }
     assert not any(t.requires_grad or t.any() for t in empty.values())
+
+
+def build_schedule(lr: float) -> LambdaLR:
+    return LambdaLR(AdamW([torch.nn.Parameter(torch.zeros(1))], lr=lr), lambda step: 1 / (step + 3))
+
+
+def advance(scheduler: LambdaLR, steps: int) -> list[float]:
+    rates = []
+    for _ in range(steps):
+        scheduler.optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_the_schedule_goes_on() -> None:
+    whole = build_schedule(0.1)
+    expected = advance(whole, 5)
+    first = build_schedule(0.1)
+    advance(first, 2)
+    second = build_schedule(0.1)
+    resume_schedule(second, json.loads(json.dumps(schedule_state(first))))
+    assert second.optimizer.param_groups[0]["lr"] == expected[1] == second.get_last_lr()[0]
+    assert advance(second, 3) == expected[2:]
+
+
+def test_a_new_peak_rate_has_its_effect() -> None:
+    second = build_schedule(0.2)
+    resume_schedule(second, {"num_steps": 2})
+    assert second.get_last_lr() == [0.2 * (1 / 5)]
+    assert advance(second, 1) == [pytest.approx(0.2 / 6)]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl_rc.checkpoint.errors import CheckpointError
 from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
+from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.data.epoch_batches import EpochBatches
-from verl_rc.metrics.sinks.health import HealthHistory
+from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.control import MovedControl
 from verl_rc.ppo.guards import RewardHistory, StepScores
 

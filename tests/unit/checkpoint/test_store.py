@@ -1,3 +1,5 @@
+"""Checkpoints as folders: complete or absent, found again, on the disk for sure."""
+
 import os
 import shutil
 from collections.abc import Callable
@@ -5,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.checkpoint.errors import CheckpointError
-from verl_rc.checkpoint.store import LATEST_FILE, CheckpointStore
+from verl_rc.checkpoint.store import LATEST_FILE, CheckpointError, CheckpointStore, sync, sync_tree
 
 
 def write(store: CheckpointStore, step: int, content: str = "") -> Path:
@@ -153,9 +154,7 @@ def test_a_crash_at_any_call_leaves_a_complete_checkpoint(tmp_path: Path, step: 
     assert len(outcomes) - switch >= 5
 
 
-@pytest.mark.parametrize(
-    ("sealed", "whole", "found"), [(True, True, 2), (True, False, 1), (False, True, 1), (False, False, 1)]
-)
+@pytest.mark.parametrize(("sealed", "whole", "found"), [(True, True, 2), (True, False, 1), (False, True, 1), (False, False, 1)])
 def test_what_was_sealed_counts_once_it_is_whole(tmp_path: Path, sealed: bool, whole: bool, found: int) -> None:
     """A run that died while, or after, its shards were written beside it."""
     store = CheckpointStore(tmp_path, keep=1)
@@ -294,3 +293,27 @@ def test_a_wrong_resume_path(tmp_path: Path, path: str | None, said: str) -> Non
 def test_an_unknown_mode(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"trainer\.resume_mode must be one of \['auto', 'disable', 'resume_path'\]"):
         CheckpointStore(tmp_path, None).choose("always", None, readable)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the operating system was asked to write down, by name, in order."""
+    found: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+    return found
+
+
+def test_a_tree_is_on_the_disk_before_the_name_of_its_top_is(tmp_path: Path, synced: list[str]) -> None:
+    (tmp_path / "top" / "below").mkdir(parents=True)
+    for name in ("one", "below/two"):
+        (tmp_path / "top" / name).write_text("x")
+    sync_tree(tmp_path / "top")
+    assert synced == ["two", "below", "one", "top"]
+
+
+def test_one_file(tmp_path: Path, synced: list[str]) -> None:
+    open_before = set(os.listdir("/proc/self/fd"))
+    (tmp_path / "one").write_text("x")
+    sync(tmp_path / "one")
+    assert synced == ["one"]
+    assert set(os.listdir("/proc/self/fd")) <= open_before

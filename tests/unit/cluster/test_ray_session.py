@@ -7,7 +7,7 @@ import pytest
 
 from verl_rc.cluster.ray_session import RayStartError, start_ray
 from verl_rc.cluster.watchdog import WATCHDOG, Watched
-from verl_rc.config.trainer import RayInitConfig
+from verl_rc.config.run import RayInitConfig
 
 TIMED_OUT = Exception("The current node timed out during startup.")
 

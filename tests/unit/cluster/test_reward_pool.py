@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_rc.cluster.reward_pool import RewardPool
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 
 SOURCE = """
@@ -218,9 +218,7 @@ def test_who_stops_early_gives_the_rest_up(pool: RewardPool) -> None:
         ("import time; time.sleep(3600)", 1, "but it failed: it took longer than 1 s"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_refused_at_once(
-    tmp_path: Path, source: str, seconds: float, message: str
-) -> None:
+def test_a_function_that_cannot_be_loaded_is_refused_at_once(tmp_path: Path, source: str, seconds: float, message: str) -> None:
     (tmp_path / "broken.py").write_text(source)
     custom = {"path": str(tmp_path / "broken.py")}
     config = RewardConfig.model_validate({"custom_reward_function": custom, "num_workers": 1})

@@ -5,9 +5,9 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from verl_rc.config.actor import ActorConfig
 from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, RatioOptions
+from verl_rc.config.models import ActorConfig
 
 ACTOR = ActorConfig(ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.2)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl_rc.config.load import load_run_config
-from verl_rc.config.load.arguments import parse
+from verl_rc.config.load.command_line import parse
 from verl_rc.config.load.compose import CONFIGS
 from verl_rc.config.load.given import given_tree
 from verl_rc.config.run import RunConfig

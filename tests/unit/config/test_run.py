@@ -1,9 +1,12 @@
-"""The whole tree: fallbacks are followed once, nothing is shared between runs, the hash sees every value."""
+"""The whole tree: fallbacks followed once, nothing shared between runs; code of a model runs only where it is allowed."""
+
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from small_models import small_run_config
 
-from verl_rc.config.run import FALLBACKS, RunConfig
+from verl_rc.config.run import FALLBACKS, RunConfig, foreign_code
 from verl_rc.config.schema import known_keys
 
 GIVEN = {
@@ -39,3 +42,28 @@ def test_the_tree_is_frozen_and_closed() -> None:
         config.data.shuffle = False  # type: ignore[misc]
     with pytest.raises(ValidationError, match="Extra inputs"):
         RunConfig.model_validate({**GIVEN, "surplus": 1})
+
+
+def test_nobody_brings_code_by_default(tmp_path: Path) -> None:
+    assert foreign_code(small_run_config(tmp_path, "algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=True")) == {}
+
+
+def test_every_switch_is_named_with_its_model(tmp_path: Path) -> None:
+    config = small_run_config(
+        tmp_path,
+        "data.trust_remote_code=True",
+        "actor_rollout_ref.model.trust_remote_code=True",
+        "algorithm.adv_estimator=gae",
+        "critic.use_dynamic_bsz=True",
+        "critic.model.path=other/critic",
+        "reward.reward_model.enable=True",
+        "reward.reward_model.model_path=other/judge",
+        "reward.reward_model.trust_remote_code=True",
+    )
+    path = config.actor_rollout_ref.model.path
+    assert foreign_code(config) == {
+        "data.trust_remote_code": path,
+        "actor_rollout_ref.model.trust_remote_code": path,
+        "critic.model.trust_remote_code": "other/critic",  # follows the actor's
+        "reward.reward_model.trust_remote_code": "other/judge",
+    }

@@ -1,9 +1,57 @@
-"""Walking a schema: leaves, sections, mappings whose keys are the user's, defaults."""
+"""Sections are frozen, closed and checked; walking their tree finds leaves, free mappings and defaults."""
+
+from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, ValidationError
 
-from verl_rc.config.schema import default_at, defaults, has_key, known_keys, leads_to_leaf, needed_below
+from verl_rc.config.schema import StrictModel, UserPath, default_at, defaults, has_key, known_keys, leads_to_leaf, needed_below
+
+
+class Section(StrictModel):
+    size: int = Field(3, ge=1)
+    """A documented field."""
+
+
+def test_sections_are_frozen_closed_and_documented() -> None:
+    assert Section.model_fields["size"].description == "A documented field."
+    with pytest.raises(ValidationError, match="frozen"):
+        Section().size = 4  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        Section.model_validate({"sise": 4})
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        Section(size=0)
+
+
+class Place(StrictModel):
+    folder: UserPath
+    share: float = 0.5
+
+
+def test_numbers_are_finite() -> None:
+    for share in (float("nan"), float("inf")):
+        with pytest.raises(ValidationError, match="finite number"):
+            Place(folder="x", share=share)
+
+
+def test_a_path_is_that_of_whoever_starts_the_run() -> None:
+    assert Place(folder="~/runs/a").folder == str(Path.home() / "runs" / "a")
+    assert Place(folder="org/model").folder == "org/model"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "must not be empty"),
+        (" ", "must not be empty"),
+        ("a\0b", "NUL"),
+        ("a/" + "b" * 300, "at most 255 bytes"),
+        ("~nobody-at-all/x", "a user with a home"),
+    ],
+)
+def test_a_path_that_is_none_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Place(folder=path)
 
 
 class Inner(BaseModel):

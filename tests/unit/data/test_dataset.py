@@ -1,12 +1,23 @@
-"""Prompts: verl's format in, token ids out; the loader is seeded and resumes exactly; wrong data is named."""
+"""Prompts: verl's format in, token ids out; the loader and its stream are seeded and resume exactly; wrong data is named."""
 
 import json
 import shutil
 
 import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl_rc.config.data import DataConfig
-from verl_rc.data.dataset import PromptDataset, PromptOptions, RowChoice, build_train_loader, build_validation_rows
+from verl_rc.config.task import DataConfig
+from verl_rc.data.dataset import (
+    PromptDataset,
+    PromptOptions,
+    PromptStream,
+    RowChoice,
+    build_train_loader,
+    build_validation_rows,
+    describe_lengths,
+    evenly_spread,
+)
+from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.data.tokenize import load_tokenizer
 
 OPTIONS = PromptOptions(max_prompt_length=32)
@@ -256,3 +267,59 @@ def test_a_template_that_cannot_render_a_row_names_it(write_parquet, record, tok
         ValueError, match=r"row 0 of .*: the chat template must render .* but raised RuntimeError: roles must altern"
     ):
         PromptDataset([path], Refusing(), OPTIONS, RowChoice())
+
+
+def test_bins_double_and_the_limit_is_counted():
+    assert describe_lengths([1, 3, 9, 8, 15, 4, 20, 21, 2, 9], 10, limit=20) == (
+        "10 prompts by tokens: 1: 10%, 2-3: 20%, 4-7: 10%, 8-15: 40%, 16-31: 20%; median 8, longest 21, "
+        "data.max_prompt_length=20, longer 10.0%"
+    )
+
+
+def test_a_sample_says_that_it_is_one():
+    assert describe_lengths([8], 500, limit=9).startswith("1 of 500 prompts by tokens: 8-15: 100%")
+
+
+def test_spread_numbers():
+    assert evenly_spread(3, 10) == [0, 1, 2]
+    assert evenly_spread(10, 4) == [0, 3, 6, 9]
+    assert evenly_spread(11, 5) == [0, 3, 6, 9]
+
+
+ROWS, SIZE = 7, 2
+BATCHES_PER_EPOCH = 3
+
+
+def make_stream() -> PromptStream:
+    order = EpochBatches(ROWS, SIZE, seed=3, shuffle=True)
+    return PromptStream(StatefulDataLoader(list(range(ROWS)), batch_sampler=order, collate_fn=list))  # type: ignore[arg-type]
+
+
+def test_an_epoch_serves_every_row_once_and_the_next_one_follows() -> None:
+    stream = make_stream()
+    assert len(stream) == BATCHES_PER_EPOCH
+    drawn = [stream.draw() for _ in range(3 * BATCHES_PER_EPOCH)]
+    assert [epoch for epoch, _ in drawn] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    orders = []
+    for epoch in range(3):
+        rows = [row for number, batch in drawn if number == epoch for row in batch]
+        assert len(set(rows)) == BATCHES_PER_EPOCH * SIZE
+        orders.append(rows)
+    assert orders[0] != orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("drawn_before", range(8))
+def test_a_resumed_stream_goes_on_with_the_next_batch(drawn_before: int) -> None:
+    whole = make_stream()
+    expected = [whole.draw() for _ in range(10)]
+    first = make_stream()
+    for _ in range(drawn_before):
+        first.draw()
+    second = make_stream()
+    second.load_state_dict(first.state_dict())
+    assert [second.draw() for _ in range(10 - drawn_before)] == expected[drawn_before:]
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="must hold batches_drawn and loader"):
+        make_stream().load_state_dict({"position": 3})

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from verl_rc import cli
 from verl_rc.config.load import load_run_config
-from verl_rc.config.load.arguments import parse
+from verl_rc.config.load.command_line import parse
 from verl_rc.config.load.compose import Composer
-from verl_rc.config.migration import is_correction_key
 from verl_rc.config.rollout_correction import PRESETS
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
 from verl_rc.config.sft import SftConfig
-from verl_rc.config.verl_keys import is_verl_key
+from verl_rc.config.verl.keys import is_verl_key
+from verl_rc.config.verl.migration import is_correction_key
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.sinks import ConsoleSink
 
@@ -301,7 +301,7 @@ def test_every_panel_shows_metrics_of_the_catalogue():
     [
         ("`trainer.seed=1` and `actor_rollout_ref.rollout.n`, data.ghost outside of code", []),
         ("`actor_rollout_ref.rollout.engine_kwargs.vllm.block_size`, `algorithm.rollout_correction.preset=tis`", []),
-        ("`data.parquet`, `verl_rc/config/data.py`, `config.trainer.ghost`", []),
+        ("`data.parquet`, `verl_rc/config/task.py`, `config.trainer.ghost`", []),
         ("`trainer.sed=1`", ["trainer.sed"]),
         ("```bash\npython -m verl_rc.main_ppo \\\n  algorithm.ghost=1\n```", ["algorithm.ghost"]),
         ("`actor_rollout_ref.actor.grad_clip`", ["actor_rollout_ref.actor.grad_clip"]),

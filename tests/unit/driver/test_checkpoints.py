@@ -11,8 +11,7 @@ from verl_rc.checkpoint import CheckpointError, CheckpointStore
 from verl_rc.checkpoint.run_state import RunState, SavedRun
 from verl_rc.cluster.remote import ProcessLostError, RemoteError
 from verl_rc.driver import checkpoints
-from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.services import Services
+from verl_rc.driver.services import Services, StopRequest
 from verl_rc.driver.step_record import StepRecord
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -1,9 +1,11 @@
-"""Every key arrives: at the object that is made of it, else at the module that reads it.
+"""Values of keys arrive at the objects that are made of them; none of the values is the default.
 
-Values are none of the defaults. The keys of ``algorithm.rollout_correction`` have such a test of their own.
+That every key is read at all where it acts is shown by a real run: tests/integration/test_every_key_arrives.py.
 """
 
-import re
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +13,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from small_runs import ROOT
 from sound_run import sound_run
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster import placement
+from verl_rc.cluster import placement, ray_session
 from verl_rc.cluster.ray_session import start_ray
-from verl_rc.config.actor import OptimConfig
 from verl_rc.config.algorithms import LossOptions
 from verl_rc.config.load import load_run_config
+from verl_rc.config.models import OptimConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import known_keys
-from verl_rc.config.verl_keys import moved
 from verl_rc.data.dataset import PromptOptions
 from verl_rc.driver import stages
 from verl_rc.driver.services import Services
@@ -31,9 +32,7 @@ from verl_rc.losses import loss_options
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.control import Control
 from verl_rc.rollout.sampling import SamplingOptions
-from verl_rc.workers.optimizer import build_optimizer, build_scheduler
-
-PACKAGE = Path(stages.__file__).parents[1]
+from verl_rc.workers.sharded_model import build_optimizer, build_scheduler
 
 
 def load(overrides: str) -> RunConfig:
@@ -255,96 +254,37 @@ def test_arguments_of_ray(overrides: str, argument: str, value: Any, monkeypatch
     assert seen[argument] == value
 
 
-READERS = {
-    "driver/train.py": "trainer.val_before_train trainer.val_only trainer.test_freq trainer.critic_warmup "
-    "trainer.max_nonfinite_updates",
-    "driver/setup.py": "trainer.total_epochs trainer.total_training_steps trainer.project_name trainer.experiment_name "
-    "trainer.default_local_dir trainer.ready_timeout_seconds trainer.hang_timeout_seconds "
-    "actor_rollout_ref.rollout.engine_timeout_seconds trainer.logger algorithm.adv_estimator "
-    "actor_rollout_ref.rollout.multi_turn.enable actor_rollout_ref.rollout.sync_proof.gap_limit data.trust_remote_code",
-    "driver/checkpoints.py": "trainer.save_freq trainer.resume_mode trainer.resume_from_path trainer.max_actor_ckpt_to_keep",
-    "driver/evaluate.py": "trainer.log_val_generations trainer.validation_data_dir data.val_batch_size "
-    "actor_rollout_ref.rollout.val_kwargs.n",
-    "driver/stages.py": "trainer.rollout_data_dir trainer.seed actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.rollout.n",
-    "driver/sample.py": "algorithm.gdpo_reward_keys algorithm.filter_groups.enable algorithm.filter_groups.metric "
-    "algorithm.filter_groups.max_num_gen_batches "
-    "data.gen_batch_size "
-    "reward.reward_kwargs.max_resp_len reward.reward_kwargs.overlong_buffer_cfg.enable "
-    "reward.reward_kwargs.overlong_buffer_cfg.len reward.reward_kwargs.overlong_buffer_cfg.penalty_factor "
-    "reward.reward_kwargs.overlong_buffer_cfg.log",
-    "ppo/train_batch.py": "algorithm.use_kl_in_reward algorithm.kl_penalty algorithm.gamma algorithm.lam "
-    "algorithm.norm_adv_by_std_in_grpo algorithm.gdpo_reward_weights",
-    "ppo/objective.py": "actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.actor.kl_loss_coef "
-    "actor_rollout_ref.actor.kl_loss_type critic.cliprange_value",
-    "ppo/choices.py": "actor_rollout_ref.actor.policy_loss.loss_mode",
-    "workers/policy_worker.py": "actor_rollout_ref.actor.checkpoint.async_save "
-    "actor_rollout_ref.model.use_remove_padding "
-    "actor_rollout_ref.model.enable_gradient_checkpointing "
-    "actor_rollout_ref.model.lora_rank actor_rollout_ref.actor.loss_agg_mode actor_rollout_ref.actor.loss_scale_factor "
-    "actor_rollout_ref.actor.fsdp_config.model_dtype",
-    "workers/critic_worker.py": "critic.checkpoint.async_save "
-    "critic.model.path critic.model.use_remove_padding critic.model.enable_gradient_checkpointing "
-    "critic.model.trust_remote_code critic.loss_agg_mode critic.fsdp_config.model_dtype",
-    "workers/reference_worker.py": "actor_rollout_ref.ref.model_path actor_rollout_ref.ref.fsdp_config.model_dtype",
-    "workers/sharded_model.py": "actor_rollout_ref.actor.fsdp_config.dtype actor_rollout_ref.actor.fsdp_config.param_offload "
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.actor.fsdp_config.reshard_after_forward "
-    "actor_rollout_ref.actor.optim.clip_grad critic.optim.clip_grad critic.fsdp_config.dtype critic.fsdp_config.param_offload "
-    "critic.fsdp_config.optimizer_offload critic.fsdp_config.reshard_after_forward actor_rollout_ref.ref.fsdp_config.dtype "
-    "actor_rollout_ref.ref.fsdp_config.param_offload actor_rollout_ref.ref.fsdp_config.reshard_after_forward",
-    "workers/lora.py": "actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.target_modules "
-    "actor_rollout_ref.model.exclude_modules",
-    "data/dataset.py": "data.train_files data.val_files data.train_batch_size data.shuffle data.train_max_samples "
-    "data.val_max_samples data.dataloader_num_workers data.seed data.train_weights",
-    "data/custom_dataset.py": "data.custom_cls.path data.custom_cls.name",
-    "cluster/weight_transport.py": "actor_rollout_ref.rollout.checkpoint_engine.backend "
-    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
-    "rollout/agent_loop.py": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns "
-    "actor_rollout_ref.rollout.multi_turn.max_user_turns actor_rollout_ref.rollout.multi_turn.max_parallel_calls "
-    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length actor_rollout_ref.rollout.multi_turn.tools "
-    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side actor_rollout_ref.rollout.multi_turn.tool_timeout_seconds",
-    "rollout/tool_calls.py": "actor_rollout_ref.rollout.multi_turn.format",
-    "driver/weights.py": "actor_rollout_ref.rollout.sync_proof.canary_freq "
-    "actor_rollout_ref.rollout.sync_proof.canary_num_prompts "
-    "actor_rollout_ref.rollout.sync_proof.canary_max_tokens",
-    "cluster/reward_pool.py": "reward.num_workers reward.timeout_seconds",
-    "rewards/process.py": "reward.memory_limit_megabytes",
-    "driver/scoring.py": "reward.on_failure reward.failure_score reward.reward_model.enable",
-    "rewards/custom.py": "reward.custom_reward_function.path reward.custom_reward_function.name "
-    "reward.custom_reward_function.reward_kwargs",
-    "config/run.py": "critic.enable",
-    "driver/recovery.py": "actor_rollout_ref.rollout.max_engine_replacements",
-    "cluster/ray_session.py": "ray_kwargs.ray_init.loopback_only",
-    "driver/guards.py": "trainer.alerts.reward_drop trainer.alerts.reward_window trainer.alerts.mismatch "
-    "trainer.alerts.mismatch_limit trainer.alerts.reward_collapse",
-    "workers/reward_model_worker.py": "reward.reward_model.model_path reward.reward_model.dtype reward.reward_model.max_length "
-    "reward.reward_model.micro_batch_size_per_gpu reward.reward_model.trust_remote_code reward.reward_model.n_gpus_per_node",
-}
-"""Keys that are read where they act, by the module that does."""
+@pytest.mark.parametrize("alone", [True, False])
+def test_ray_listens_on_loopback_alone_unless_told_otherwise(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(ray_session, "_listen_on_loopback", seen.append)
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setenv("PYTHONPATH", "")
+    start_ray(load("" if alone else "ray_kwargs.ray_init.loopback_only=False").ray_kwargs.ray_init, 1)
+    assert seen == [alone]
 
 
-@pytest.mark.parametrize("module", READERS)
-def test_keys_that_are_read_where_they_act(module: str) -> None:
-    text = (PACKAGE / module).read_text()
-    assert not [key for key in READERS[module].split() if not re.search(rf"\b{key.rsplit('.', 1)[1]}\b", text)]
+READING = """
+import pickle, sys
+from verl_rc.config.load import load_run_config
+from verl_rc.ppo.choices import critic_limit
+from verl_rc.rollout.sampling import SamplingOptions
+config = load_run_config(sys.argv[1:])
+if config.data.shuffle:  # by none of the package's modules
+    critic_limit(pickle.loads(pickle.dumps(config)))
+    SamplingOptions.for_validation(pickle.loads(pickle.dumps(config.actor_rollout_ref.rollout.val_kwargs)), 9, ())
+"""
 
 
-SAY_WHAT_HAPPENS_ANYWAY = {
-    *("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy", "actor_rollout_ref.rollout.name"),
-    *("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.calculate_log_probs", "trainer.balance_batch"),
-    *("actor_rollout_ref.actor.optim.optimizer", "critic.optim.optimizer"),
-    "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
-}
-"""Keys that verl's recipes spell out and of which only one value is possible, or several that mean the same."""
-
-
-def test_no_key_is_missing_here() -> None:
-    rows = [row[0] for row in (*ENGINE, *OBJECTS, *MINI_BATCHES, *PLACES, *RAY)]
-    shown = {moved(override.lstrip("+").partition("=")[0]) for row in rows for override in row.split()}
-    read = {key for keys in READERS.values() for key in keys.split()}
-    known = set(known_keys(RunConfig))
-    assert read | SAY_WHAT_HAPPENS_ANYWAY <= known
-    arrived = {key for key in known if any(f"{one}.".startswith(f"{key}.") for one in shown | read)}
-    assert len(arrived) > 180
-    leaves = {key.rsplit(".", 1)[1] for key in arrived}  # critic and reference have sections of the same classes as the actor
-    missing = {key for key in known - arrived if not key.startswith("algorithm.rollout_correction.")} - SAY_WHAT_HAPPENS_ANYWAY
-    assert not {key for key in missing if key.rsplit(".", 1)[1] not in leaves}
+def test_the_recorder_of_reads_itself(tmp_path: Path) -> None:
+    """The root and a section of its own class are known where they arrive; properties read for who asks them; loading is none."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "recorded_reads")))
+    environment = {**os.environ, "PYTHONPATH": path, "RECORDED_READS": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", READING, *sound_run("gae")], env=environment, check=True)
+    (file,) = tmp_path.iterdir()
+    keys = ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")
+    sampled = ("do_sample", "temperature", "top_p", "top_k")
+    assert set(file.read_text().splitlines()) == {
+        *(f"critic.{key} verl_rc.ppo.choices" for key in keys),
+        *(f"{V}.{key} verl_rc.rollout.sampling" for key in sampled),
+    }

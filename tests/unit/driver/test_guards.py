@@ -9,12 +9,10 @@ import pytest
 import torch
 from small_models import small_run_config
 
-from verl_rc.data.batches import TokenBatch, TrainBatch
-from verl_rc.data.fingerprint import TokensChangedError, fingerprints
+from verl_rc.data.batches import TokenBatch, TokensChangedError, TrainBatch, fingerprints
 from verl_rc.data.samples import Samples
 from verl_rc.driver import guards
-from verl_rc.driver.interruption import StoppedByAlertError, StopRequest
-from verl_rc.driver.services import Services
+from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.train_batch import ScoredStep

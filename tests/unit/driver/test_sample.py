@@ -113,3 +113,11 @@ def test_the_overlong_penalty_is_part_of_the_score_and_of_nothing_else() -> None
     assert batch.extras["overlong"] == [False, True, False, True]
     assert metrics["response_length/overlong_ratio"] == 0.5
     assert metrics["critic/overlong_reward/min"] == -0.5
+
+
+def test_the_overlong_penalty_weighs_its_factor_and_is_a_column_only_if_asked_for() -> None:
+    section = "reward.reward_kwargs.overlong_buffer_cfg"
+    limits = (f"{section}.enable=True", f"{section}.len=2", "reward.reward_kwargs.max_resp_len=3")
+    batch, _ = sample(make_run(*limits, f"{section}.penalty_factor=0.5"))
+    assert batch.scores.tolist() == [1, 0.75, 0, 0.75]
+    assert "overlong_reward" not in batch.extras

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from verl_rc.cluster.reward_model import RewardModel
+from verl_rc.cluster.model_groups import RewardModel
 from verl_rc.cluster.reward_pool import RewardPool
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.scoring import ResponseScorer, may_hang, open_scorer, reward_metrics
 from verl_rc.metrics import check_names, reduce_metrics

@@ -1,8 +1,10 @@
-"""Services do not change while a run lasts: what does is in ``RunState``, where a checkpoint finds it."""
+"""Services do not change while a run lasts, what does is in ``RunState``; a run that is asked to end ends after its step."""
 
 import ast
 import dataclasses
 import inspect
+import os
+import signal
 import textwrap
 import types
 import typing
@@ -13,9 +15,8 @@ import pytest
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.weight_transport import Broadcast, LentMemory
-from verl_rc.data.prompt_stream import PromptStream
-from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.services import Services
+from verl_rc.data.dataset import PromptStream
+from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
 
 MAY_CHANGE = {
     PromptStream: "its position is put into RunState.prompts at the end of every step",
@@ -100,3 +101,37 @@ def test_the_check_itself(method: str) -> None:
     found = changes(Planted)
     assert f"Planted.{method}" in found
     assert "Planted.ask" not in found
+
+
+def test_the_first_sigterm_is_noted_and_the_second_ends() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    request = StopRequest()
+    with request.listening():
+        assert not request.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.requested
+        with pytest.raises(SystemExit) as raised:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_that_asks_to_end_does_so_after_its_step_whatever_the_scheduler_asks() -> None:
+    request = StopRequest()
+    request.end_if_decided()
+    with request.listening():
+        request.request("the reward has collapsed")
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert request.decide()
+    with pytest.raises(StoppedByAlertError, match="the reward has collapsed"):
+        request.end_if_decided()
+
+
+def test_a_scheduler_gets_its_exit_code() -> None:
+    request = StopRequest()
+    request.requested = True
+    request.end_if_decided()  # too late for this step
+    assert request.decide()
+    with pytest.raises(SystemExit) as raised:
+        request.end_if_decided()
+    assert raised.value.code == 143

@@ -16,12 +16,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint import CheckpointStore, RunState, SavedRun
 from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores, TrainBatch
-from verl_rc.data.dataset import PromptRow
+from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.data.epoch_batches import EpochBatches
-from verl_rc.data.prompt_stream import PromptStream
 from verl_rc.driver import checkpoints, weights
-from verl_rc.driver.interruption import StopRequest
-from verl_rc.driver.services import Services
+from verl_rc.driver.services import Services, StopRequest
 from verl_rc.driver.train import train
 from verl_rc.metrics import Metric
 from verl_rc.metrics.sinks import JsonlSink, Tracker
@@ -101,9 +99,7 @@ class World:
         log_probs = log_probs_of(tokens.responses, self.trained)
         return Timed(TokenScores(log_probs, torch.ones_like(log_probs)), 0.5)
 
-    def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, order: UpdateOrder
-    ) -> Timed[UpdateReport]:
+    def update(self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, order: UpdateOrder) -> Timed[UpdateReport]:
         """In step 2 the first gradient is not finite and the second mini-batch is empty; in step 3 both are empty."""
         planned = [mini.num_loss_tokens for mini in mini_batches]
         kept = {2: [planned[0], 0], 3: [0, 0]}.get(order.policy_version + 1, planned)

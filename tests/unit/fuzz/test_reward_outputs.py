@@ -15,7 +15,7 @@ import pytest
 import torch
 from batches_of_ones import ones_rollouts
 
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
 from verl_rc.driver.evaluate import validation_metrics

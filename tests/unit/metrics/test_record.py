@@ -1,14 +1,14 @@
-"""Metric records."""
+"""Metric records, and their exact reduction."""
 
 import math
+import random
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from verl_rc.metrics import Metric, Reduction
-
-
-def test_defaults_to_a_mean_of_weight_one():
-    assert Metric("actor/entropy", 0.84) == Metric("actor/entropy", 0.84, Reduction.MEAN, 1.0)
+from verl_rc.metrics import Metric, Reduction, reduce_metrics
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
@@ -17,6 +17,59 @@ def test_refuses_weights_that_no_mean_can_use(weight):
         Metric("actor/entropy", 0.84, weight=weight)
 
 
-def test_is_frozen():
-    with pytest.raises(AttributeError):
-        Metric("actor/entropy", 0.84).value = 1.0
+def test_mean_is_weighted_by_what_is_behind_each_value():
+    # 10 tokens at 1.0 and 30 tokens at 3.0: (10 + 90) / 40
+    records = [Metric("actor/entropy", 1.0, weight=10), Metric("actor/entropy", 3.0, weight=30)]
+    assert reduce_metrics(records) == {"actor/entropy": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [(Reduction.SUM, 4.0), (Reduction.MIN, -1.0), (Reduction.MAX, 3.0), (Reduction.LAST, 2.0)],
+)
+def test_other_reductions_do_not_look_at_weights(reduction, expected):
+    records = [Metric("x", value, reduction, weight) for value, weight in ((3.0, 0.0), (-1.0, 5.0), (2.0, 1.0))]
+    assert reduce_metrics(records) == {"x": expected}
+
+
+def test_a_mean_of_nothing_is_absent_and_empty_parts_do_not_count():
+    records = [Metric("empty", math.nan, weight=0), Metric("part", math.nan, weight=0), Metric("part", 2.0, weight=3)]
+    assert reduce_metrics(records) == {"part": 2.0}
+
+
+def test_two_reductions_for_one_name_are_refused():
+    with pytest.raises(ValueError, match="metric 'x' must have one reduction, got mean and sum"):
+        reduce_metrics([Metric("x", 1.0), Metric("x", 1.0, Reduction.SUM)])
+
+
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM, Reduction.MIN, Reduction.MAX])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_nan_is_never_hidden_by_the_order(reduction, order):
+    values = (1.0, math.nan, 2.0)
+    assert math.isnan(reduce_metrics([Metric("x", values[i], reduction) for i in order])["x"])
+
+
+def test_infinities_of_both_signs_do_not_raise():
+    assert math.isnan(reduce_metrics([Metric("x", math.inf), Metric("x", -math.inf)])["x"])
+
+
+def test_cancellation_costs_nothing():
+    values = [1e16, 1.0, -1e16]
+    assert reduce_metrics([Metric("x", value, Reduction.SUM) for value in values]) == {"x": 1.0}
+
+
+parts = st.lists(
+    st.tuples(st.floats(-1e6, 1e6), st.integers(1, 1000)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(parts, st.randoms(use_true_random=False))
+def test_mean_is_exact_in_any_order(pairs, rng: random.Random):
+    exact = sum(Fraction(v) * w for v, w in pairs) / sum(w for _, w in pairs)
+    shuffled = rng.sample(pairs, len(pairs))
+    scale = max(abs(v) for v, _ in pairs)
+    for order in (pairs, shuffled):
+        mean = reduce_metrics(Metric("x", v, weight=w) for v, w in order)["x"]
+        assert abs(Fraction(mean) - exact) <= Fraction(1e-12) * Fraction(scale or 1.0)

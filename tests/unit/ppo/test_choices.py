@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from small_models import small_run_config
 
-from verl_rc.config.actor import ActorConfig
+from verl_rc.config.models import ActorConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.choices import (
@@ -35,9 +35,7 @@ def actor(loss_mode: str) -> ActorConfig:
         ("kl_cov", REINFORCE, "reinforce", False),
     ],
 )
-def test_the_loss_that_runs(
-    loss_mode: str, correction: RolloutCorrectionConfig, name: str, looks_at_covariances: bool
-) -> None:
+def test_the_loss_that_runs(loss_mode: str, correction: RolloutCorrectionConfig, name: str, looks_at_covariances: bool) -> None:
     assert policy_loss_name(actor(loss_mode), correction) == name
     assert covariance_loss_name(actor(loss_mode), correction) == (name if looks_at_covariances else None)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_rc.metrics.catalog import accounting
+from verl_rc.metrics.catalog.samples import ACCOUNTING
 from verl_rc.ppo.ledger import PROMPT_ACCOUNTS, TOKEN_ACCOUNTS, Ledger, LedgerError, accounts_of_update, require_sampled_loss
 
 
@@ -25,7 +25,7 @@ def test_a_balanced_step_tells_every_account() -> None:
     assert metrics["ledger/sampled_tokens"] == 100
     assert [metrics[f"ledger/{name}_tokens"] for name in ("trained", "rejected", "nonfinite", "withheld")] == [50, 5, 15, 0]
     assert metrics["ledger/prompts_sampled"] == 6
-    assert set(metrics) == {spec.name for spec in accounting.SPECS if spec.name.startswith("ledger/")}
+    assert set(metrics) == {spec.name for spec in ACCOUNTING if spec.name.startswith("ledger/")}
     assert len(metrics) == len(TOKEN_ACCOUNTS) + len(PROMPT_ACCOUNTS) + 2
 
 

@@ -10,7 +10,7 @@ from small_runs import ROOT
 from transformers import AutoModelForCausalLM
 
 from verl_rc.config.load import load_run_config
-from verl_rc.config.recipe_script import arguments_of_script
+from verl_rc.config.verl.migration import arguments_of_script
 from verl_rc.report.memory import (
     DRIVER_MIB,
     ENGINE_MIB,

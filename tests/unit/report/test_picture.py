@@ -12,7 +12,7 @@ from small_runs import ROOT
 
 from verl_rc.cli import main
 from verl_rc.metrics import check_names
-from verl_rc.metrics.sinks.jsonl import JsonlSink
+from verl_rc.metrics.sinks.local import JsonlSink
 from verl_rc.report import picture
 
 ACCURACY, REWARD, ESS, GAP = range(4)

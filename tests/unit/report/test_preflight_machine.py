@@ -1,4 +1,4 @@
-"""Every check of the machine sees a fault planted in front of it."""
+"""Every check of the machine sees a fault planted in front of it; a failed finding says what must hold and what to do."""
 
 import re
 import socket
@@ -14,8 +14,8 @@ from small_runs import ROOT
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.report import preflight_machine as machine
-from verl_rc.report.findings import Finding
 from verl_rc.report.memory import ModelShape, model_paths
+from verl_rc.report.preflight_machine import Finding, verdict
 
 SHAPE = ModelShape(1_000_000_000, 200_000_000, 500_000, 10, 2000, 100_000, 4096)
 
@@ -162,3 +162,23 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     assert "trainer.default_local_dir" in failed(machine.check_folder(tmp_path / "file" / "run")).remedy
+
+
+@pytest.mark.parametrize(
+    ("holds", "expected"),
+    [
+        (True, ["ok    cores: 2"]),
+        (False, ["FAIL  cores: 2", "        must  4 cores must be there", "        do    ask for less"]),
+    ],
+)
+def test_a_condition_that_holds_or_not(holds: bool, expected: list[str]) -> None:
+    assert Finding.of(holds, "cores", "2", "4 cores must be there", "ask for less").lines() == expected
+
+
+def test_a_note_is_one_line() -> None:
+    assert Finding("note", "data", "not looked at").lines() == ["note  data: not looked at"]
+
+
+def test_the_verdict_counts() -> None:
+    assert verdict(0) == "The run can start."
+    assert "2 thing(s)" in verdict(2)

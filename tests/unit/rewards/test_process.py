@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from verl_rc.config.reward import RewardConfig
+from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import RewardOutput, RewardSample
 from verl_rc.rewards.process import Failed, Ready, Refused, serve
 

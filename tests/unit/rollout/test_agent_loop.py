@@ -26,9 +26,7 @@ def tokenizer() -> Any:
     bpe = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[("1", "2")]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
 
 
 def ids(tokenizer: Any, *pieces: str) -> list[int]:
@@ -179,9 +177,14 @@ def test_calls_of_one_turn_are_answered_up_to_their_limit(tokenizer: Any) -> Non
 
 
 def test_long_answers_are_cut_and_errors_are_answers(tokenizer: Any) -> None:
-    for expression, answer in (("2**40", "10...(truncated)...76"), ("1/0", "er...(truncated)...ro")):
+    for expression, side, answer in (
+        ("2**40", "middle", "10...(truncated)...76"),
+        ("1/0", "middle", "er...(truncated)...ro"),
+        ("2**40", "left", "(truncated)...7776"),
+    ):
         call, said = ids(tokenizer, f"<tool>{expression}</tool>", END), ids(tokenizer, "9", END)
-        engines, _ = converse(tokenizer, [[call, said]], max_tokens=200, max_tool_response_length=4)
+        cut = {"max_tool_response_length": 4, "tool_response_truncate_side": side}
+        engines, _ = converse(tokenizer, [[call, said]], max_tokens=200, **cut)
         assert tokenizer.decode(engines.calls[1][0].prompt_token_ids[1 + len(call) :]) == answer + "="
 
 

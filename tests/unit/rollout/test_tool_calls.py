@@ -3,8 +3,8 @@
 import pytest
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.rewards.tools import CALCULATOR, Tool, ToolCaller
 from verl_rc.rollout.tool_calls import MalformedCall, ToolCall, answer, choose_parser, parse_hermes, shortened, tag_parser
+from verl_rc.rollout.tools import CALCULATOR, Tool, ToolCaller
 
 TOOLS = {"calculator": CALCULATOR}
 CALLER = ToolCaller(5)

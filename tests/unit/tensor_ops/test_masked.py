@@ -1,4 +1,4 @@
-"""Masked sums and whitening against plain Python, with NaN where the mask is False."""
+"""Masked sums and whitening against plain Python, with NaN where the mask is False; rows in blocks; groups by ids."""
 
 import math
 import statistics
@@ -6,7 +6,8 @@ import statistics
 import pytest
 import torch
 
-from verl_rc.tensor_ops import masked_row_sums, masked_sum, masked_whiten
+from verl_rc.tensor_ops import in_row_blocks, masked_row_sums, masked_sum, masked_whiten, row_slices
+from verl_rc.tensor_ops.masked import group_numbers
 
 NAN = math.nan
 VALUES = torch.tensor([[1.0, 2.0, NAN], [4.0, NAN, NAN], [NAN, math.inf, -math.inf]])
@@ -40,3 +41,38 @@ def test_whitening_too_few_values_only_centres(count: int) -> None:
     mask = torch.zeros_like(MASK)
     mask[0, :count] = True
     assert masked_whiten(VALUES, mask).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "elements", "expected"),
+    [
+        (5, 3, 6, [(0, 2), (2, 4), (4, 5)]),
+        (2, 10, 6, [(0, 1), (1, 2)]),  # a row has more elements than a block
+        (3, 0, 6, [(0, 3)]),
+        (0, 3, 6, [(0, 0)]),
+    ],
+)
+def test_slices_cover_the_rows_once(num_rows: int, width: int, elements: int, expected: list[tuple[int, int]]) -> None:
+    assert [(rows.start, rows.stop) for rows in row_slices(num_rows, width, elements)] == expected
+
+
+def test_blocks_are_put_together_in_order() -> None:
+    rows = torch.arange(50_000, dtype=torch.float64).view(-1, 2)
+    seen: list[int] = []
+
+    def difference(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        seen.append(len(first))
+        return first - 2 * second
+
+    assert torch.equal(in_row_blocks(difference, rows, rows), -rows)
+    assert len(seen) == 1
+    wide = rows.view(50, 1000).repeat(40, 1)
+    assert torch.equal(in_row_blocks(difference, wide, wide), -wide)
+    assert len(seen) > 10
+
+
+def test_groups_by_any_id() -> None:
+    assert group_numbers(["b", "a", "b"], torch.device("cpu")).tolist() == [0, 1, 0]
+    slots = group_numbers(torch.tensor([7, 3, 7, 9]), torch.device("cpu"))
+    assert slots[0] == slots[2]
+    assert len(set(slots.tolist())) == 3

@@ -10,11 +10,11 @@ from bypass_cases import CASES, case_batch, case_config, case_id
 from small_models import free_port, small_run_config
 
 from verl_rc.data.batches import TokenScores, TrainBatch
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.weight_sync.proof import SyncProofError
-from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.orders import UpdateOrder
 from verl_rc.workers.policy_worker import PolicyWorker
 

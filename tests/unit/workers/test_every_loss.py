@@ -7,12 +7,12 @@ import pytest
 import torch
 from small_models import free_port, make_train_batch, small_run_config
 
-from verl_rc.config.actor import PolicyLossConfig
 from verl_rc.config.algorithms import LOSS_MODES
+from verl_rc.config.models import PolicyLossConfig
 from verl_rc.data.batches import TrainBatch
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.accumulate import ObjectiveTotals
+from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.orders import UpdateOrder
 from verl_rc.workers.policy_worker import PolicyWorker
 

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from small_models import free_port, make_tokens, small_run_config
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.config.models import ModelConfig
+from verl_rc.distributed.process_group import RankAddress
+from verl_rc.workers.lora import add_adapters
 from verl_rc.workers.policy_worker import PolicyWorker
 
 MODEL = "actor_rollout_ref.model"
@@ -34,3 +37,20 @@ def test_the_reference_is_the_base_model_however_far_the_adapters_went(model_fol
         torch.testing.assert_close(reference[row, :response].double(), torch.tensor(expected).double(), atol=1e-5, rtol=0)
         assert (reference[row, response:] == 0).all()
         assert (current[row, :response] - reference[row, :response]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "adapted"),
+    [
+        ({"target_modules": ["q_proj", "up_proj"]}, {"q_proj", "up_proj"}),
+        ({"exclude_modules": ["o_proj", "gate_proj", "down_proj"]}, {"q_proj", "k_proj", "v_proj", "up_proj"}),
+    ],
+)
+def test_adapters_lie_where_the_keys_say_and_weigh_alpha_over_rank(
+    given: dict[str, list[str]], adapted: set[str], model_folder: Path
+) -> None:
+    config = ModelConfig.model_validate({"path": "m", "lora_rank": 2, "lora_alpha": 6, **given})
+    model = add_adapters(AutoModelForCausalLM.from_pretrained(model_folder), config)
+    layers = {name.rpartition(".")[2]: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert layers.keys() == adapted
+    assert {scale for layer in layers.values() for scale in layer.scaling.values()} == {3.0}

@@ -1,4 +1,4 @@
-"""The gradient of one actor rank does not depend on how its rows are cut, packed or padded."""
+"""The gradient of one actor rank does not depend on how its rows are cut, packed or padded; the memory it reports."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,13 +11,15 @@ from small_models import make_train_batch, small_run_config
 
 from verl_rc.data.batches import TrainBatch, positions_mask
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
-from verl_rc.distributed.mesh import RankAddress
+from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import AGGREGATION_MODES
+from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.forward import ForwardOptions
+from verl_rc.workers.host import host_memory
+from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.orders import UpdateOrder
-from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.workers.policy_worker import PolicyWorker, memory_metrics
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
 REJECTED = (2, 5)
@@ -25,9 +27,7 @@ REJECTED = (2, 5)
 
 @pytest.fixture(scope="module")
 def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyWorker]:
-    config = small_run_config(
-        model_folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01"
-    )
+    config = small_run_config(model_folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01")
     port = 29_000 + hash(str(tmp_path_factory.getbasetemp())) % 500
     worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", port), total_steps=10)
     yield worker
@@ -121,6 +121,27 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
         worker.update(batch, order)
     assert Counter(reads.places) == {
         "workers/sharded_model.py:step": 2,
-        "workers/accumulate.py:metrics": 1,
-        "workers/packed_attention.py:from_lengths": 2 * 4,
+        "workers/micro_batches.py:metrics": 1,
+        "workers/language_model.py:from_lengths": 2 * 4,
     }
+
+
+def test_the_machine_has_memory_and_uses_some() -> None:
+    memory = host_memory()
+    assert 1 << 28 < memory["MemAvailable"] < memory["MemTotal"] < 1 << 50
+    before = reduce_metrics(memory_metrics(torch.device("cpu")))
+    assert set(before) == {"perf/cpu_memory_used_gb"}
+    assert 0 < before["perf/cpu_memory_used_gb"] < memory["MemTotal"] / 2**30
+    held = torch.ones(1 << 27)  # 0.5 GiB, every page of it written
+    after = reduce_metrics(memory_metrics(torch.device("cpu")))
+    assert after["perf/cpu_memory_used_gb"] - before["perf/cpu_memory_used_gb"] > 0.2
+    del held
+
+
+def test_a_device_reports_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda _: 3 << 30)
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda _: 9 << 29)
+    of_two_ranks = [*memory_metrics(torch.device("cuda", 0)), *memory_metrics(torch.device("cuda", 1))]
+    metrics = reduce_metrics(of_two_ranks)
+    assert metrics["perf/max_memory_allocated_gb"] == 3.0
+    assert metrics["perf/max_memory_reserved_gb"] == 4.5

@@ -8,7 +8,8 @@ from small_models import write_small_model
 from small_reward_models import conversation, write_reward_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from verl_rc.config.reward import RewardModelConfig
+from verl_rc.config.task import RewardModelConfig
+from verl_rc.workers import reward_model_worker
 from verl_rc.workers.reward_model_worker import RewardModelWorker
 
 
@@ -61,3 +62,14 @@ def test_other_models_are_refused(tmp_path: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(folder).save_pretrained(policy)
     with pytest.raises(ValueError, match=r"must be a trained sequence classifier, but .* lacks the weights \['score.weight'\]"):
         worker(policy)
+
+
+def test_precision_device_and_code_of_its_own_are_as_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker(folder, dtype="bfloat16")._model.dtype == torch.bfloat16
+    asked: list[object] = []
+    monkeypatch.setattr(reward_model_worker, "load_tokenizer", lambda path, trust: asked.append(trust))
+    monkeypatch.setattr(reward_model_worker, "trainer_device", lambda kind: asked.append(kind) or torch.device("cpu"))
+    for given in ({}, {"trust_remote_code": True, "n_gpus_per_node": 1}):
+        with pytest.raises(AttributeError):  # of the tokenizer, which is None here
+            worker(folder, **given)
+    assert asked == [False, "cpu", True, "cuda"]

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_rc.config.sft import SftConfig
-from verl_rc.data.worked_examples import WorkedExample
+from verl_rc.data.tokenize import WorkedExample
 from verl_rc.workers.sft import answer_logits, load_sft, train_sft, train_step, validate
 
 SMALL = ["--num_layers", "2", "--hidden_size", "32", "--num_heads", "2", "--num_kv_heads", "1", "--intermediate_size", "64"]
@@ -91,9 +91,7 @@ def test_accuracy_is_that_of_greedy_decoding(make_setup, model_folder):
         WorkedExample(e.prompt_token_ids, greedy(model, e.prompt_token_ids, 1 + index % 4))
         for index, e in enumerate(setup.held_out)
     ]
-    wrong = [
-        WorkedExample(e.prompt_token_ids, [*e.answer_token_ids[:-1], (e.answer_token_ids[-1] + 1) % 258]) for e in right[:5]
-    ]
+    wrong = [WorkedExample(e.prompt_token_ids, [*e.answer_token_ids[:-1], (e.answer_token_ids[-1] + 1) % 258]) for e in right[:5]]
     setup.held_out[:] = [*wrong, *right[5:]]
     assert validate(setup).accuracy == pytest.approx(11 / 16)
 

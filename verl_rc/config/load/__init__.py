@@ -14,14 +14,12 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import ValidationError
 
-from verl_rc.config.base import StrictModel
 from verl_rc.config.checks import check_files, check_run
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.load.arguments import COMMANDS, parse, sources_of
-from verl_rc.config.load.given import combinations, given_tree
-from verl_rc.config.load.problems import in_sentences
-from verl_rc.config.load.show import show
+from verl_rc.config.load.command_line import COMMANDS, parse, show, sources_of
+from verl_rc.config.load.given import combinations, given_tree, in_sentences
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import StrictModel
 from verl_rc.config.secrets import override_without_secrets, public_values
 
 Schema = TypeVar("Schema", bound=StrictModel)

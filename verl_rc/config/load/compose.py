@@ -22,8 +22,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from verl_rc.config.errors import ConfigError, shortened
-from verl_rc.config.nearest import nearest_key
+from verl_rc.config.errors import ConfigError, nearest_key, shortened
 from verl_rc.config.rollout_correction import PRESETS
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,14 +10,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from pydantic import BaseModel
 
-from verl_rc.config.errors import ConfigError, shortened
+from verl_rc.config.errors import ConfigError, nearest_key, shortened
 from verl_rc.config.load.compose import Composer
-from verl_rc.config.migration import legacy_translation
-from verl_rc.config.nearest import nearest_key
-from verl_rc.config.refused import REFUSALS
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import has_key, known_keys, leads_to_leaf
-from verl_rc.config.verl_keys import is_verl_key, refused_for
+from verl_rc.config.verl.keys import is_verl_key, refused_for
+from verl_rc.config.verl.migration import legacy_translation
+from verl_rc.config.verl.refused import REFUSALS
 
 CORRECTION = "algorithm.rollout_correction"
 PRESET = f"{CORRECTION}.preset"

@@ -1,17 +1,19 @@
-"""Every metric name a run may report: unit, formula, healthy range, who reports it. Each room has its own file."""
+"""Every metric name a run may report: unit, formula, healthy range, who reports it."""
 
-from verl_rc.metrics.catalog import accounting, batch, learning, rollout_corr, sync, time, validation
-from verl_rc.metrics.catalog.lookup import Catalog
-from verl_rc.metrics.catalog.spec import MetricSpec
+from verl_rc.metrics.catalog.learning import LEARNING
+from verl_rc.metrics.catalog.machine import SYNC, TIME
+from verl_rc.metrics.catalog.rollout_corr import ROLLOUT_CORR
+from verl_rc.metrics.catalog.samples import ACCOUNTING, BATCH, VALIDATION
+from verl_rc.metrics.catalog.spec import Catalog, MetricSpec
 
 ROOMS: dict[str, tuple[MetricSpec, ...]] = {
-    "Rollout correction": rollout_corr.SPECS,
-    "Weight sync": sync.SPECS,
-    "Learning": learning.SPECS,
-    "Samples and training": batch.SPECS,
-    "Books and alarms": accounting.SPECS,
-    "Validation": validation.SPECS,
-    "Time and memory": time.SPECS,
+    "Rollout correction": ROLLOUT_CORR,
+    "Weight sync": SYNC,
+    "Learning": LEARNING,
+    "Samples and training": BATCH,
+    "Books and alarms": ACCOUNTING,
+    "Validation": VALIDATION,
+    "Time and memory": TIME,
 }
 """Entries by room, in the order of docs/metrics.md."""
 

@@ -100,7 +100,7 @@ _BATCH = (
     MetricSpec("gdpo/{key}/{statistic}", "reward", "statistic over sequences of one reward component of gdpo", emitted_by="ppo"),
 )
 
-SPECS = (
+LEARNING = (
     *(MetricSpec(spec.name, spec.unit, spec.formula, spec.healthy, "workers") for spec in (*_ACTOR, *_CRITIC)),
     *_BATCH,
 )

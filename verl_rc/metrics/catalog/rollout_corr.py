@@ -112,7 +112,7 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("turn_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
 )
 
-SPECS = (
+ROLLOUT_CORR = (
     *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _DISAGREEMENT),
     *(MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy, "correction") for name, text, healthy in _WEIGHTS),
     *(

@@ -1,8 +1,6 @@
 """Where metrics go: console, JSON lines, W&B, TensorBoard. W&B and TensorBoard load only when they are opened."""
 
-from verl_rc.metrics.sinks.console import ConsoleSink
-from verl_rc.metrics.sinks.jsonl import JsonlSink
-from verl_rc.metrics.sinks.protocol import Cell, MetricSink
+from verl_rc.metrics.sinks.local import Cell, ConsoleSink, JsonlSink, MetricSink
 from verl_rc.metrics.sinks.tracker import LOGGERS, PreviousRun, Tracker, open_tracker
 
 __all__ = ["LOGGERS", "Cell", "ConsoleSink", "JsonlSink", "MetricSink", "PreviousRun", "Tracker", "open_tracker"]

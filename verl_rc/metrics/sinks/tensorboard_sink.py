@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.utils.tensorboard as torch_tensorboard
 
-from verl_rc.metrics.sinks.protocol import Cell
+from verl_rc.metrics.sinks.local import Cell
 
 
 class TensorBoardSink:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_rc.metrics.sinks.console import ConsoleSink
-from verl_rc.metrics.sinks.jsonl import JsonlSink
-from verl_rc.metrics.sinks.protocol import Cell, MetricSink
+from verl_rc.metrics.sinks.local import Cell, ConsoleSink, JsonlSink, MetricSink
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 """Names for ``trainer.logger``; ``file``, verl's name for JSON lines, works too."""

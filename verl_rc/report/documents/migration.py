@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import fill
 
-from verl_rc.config.migration import migrate
-from verl_rc.config.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
-from verl_rc.config.verl_keys import AGREEMENTS, MOVED, VALUE_NAMES
+from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES
+from verl_rc.config.verl.migration import migrate
+from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
 
 _HEAD = """\
 # Coming from verl
@@ -31,7 +31,7 @@ data files, names of metrics (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s
 signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it was in
 earlier releases.
 
-`verl-rc docs` writes this page from the tables of refused and renamed keys in `verl_rc/config`, and
+`verl-rc docs` writes this page from the tables of refused and renamed keys in `verl_rc/config/verl`, and
 by translating the examples below.
 """
 

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.load.arguments import parse
+from verl_rc.config.load.command_line import parse
 from verl_rc.config.load.compose import Composer
 from verl_rc.config.rollout_correction import PRESETS
 

@@ -1,7 +1,11 @@
-"""How catalogue entries recognise names."""
+"""How catalogue entries recognise names and are found, and what is said about names that have none."""
+
+import json
+from pathlib import Path
 
 import pytest
 
+from verl_rc.metrics.catalog import CATALOG, Catalog, check_names, describe
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
 
@@ -42,3 +46,63 @@ def test_spread_has_one_entry_a_statistic():
 )
 def test_healthy_ranges_in_words(healthy, words):
     assert MetricSpec("a/b", "1", "", healthy=healthy).healthy_in_words == words
+
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+
+
+def metric_names(node):
+    """Every key below a ``metrics`` mapping of a golden file."""
+    if isinstance(node, dict):
+        yield from node.get("metrics", {}) if isinstance(node.get("metrics"), dict) else ()
+        for child in node.values():
+            yield from metric_names(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from metric_names(child)
+
+
+@pytest.mark.parametrize("file", ["rollout_correction.json", "bypass_losses.json", "policy_losses.json", "value_loss.json"])
+def test_every_name_of_the_golden_files_is_known(file):
+    names = set(metric_names(json.loads((GOLDEN / file).read_text())))
+    check_names(names)
+    assert names or file == "value_loss.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("rollout_corr/rollout_rs_masked_fraction", "rollout_corr/rollout_rs_masked_fraction"),
+        ("rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/rollout_rs_seq_masked_fraction"),
+        ("rollout_corr/rollout_rs_token_k1_masked_fraction", "rollout_corr/rollout_rs_{rule}_masked_fraction"),
+        ("rollout_corr/rollout_rs_token_k1_seq_masked_fraction", "rollout_corr/rollout_rs_{rule}_seq_masked_fraction"),
+        ("val-aux/digits/sort/reward/best@4/mean", "val-aux/{data_source}/{variable}/best@{n}/mean"),
+    ],
+)
+def test_the_most_specific_entry_describes_a_name(name, entry):
+    assert describe(name).name == entry
+
+
+def test_unknown_names_are_listed_with_the_nearest():
+    with pytest.raises(ValueError, match=r"'actor/pg_los' is unknown \(nearest: 'actor/pg_loss'\)"):
+        check_names(["actor/lr", "actor/pg_los"])
+    with pytest.raises(ValueError, match=r"'timing_s/gen_' is unknown"):
+        describe("timing_s/gen_")
+
+
+def test_a_pattern_itself_is_not_a_name():
+    assert CATALOG.find("val-core/{data_source}/acc/mean@{n}") is None
+
+
+def test_one_name_has_one_definition():
+    with pytest.raises(ValueError, match="'a' must have one definition"):
+        Catalog([MetricSpec("a", "1", ""), MetricSpec("a", "s", "")])
+
+
+def test_every_entry_says_unit_formula_and_origin():
+    for spec in CATALOG:
+        assert spec.unit, spec.name
+        assert spec.formula, spec.name
+        assert spec.emitted_by, spec.name
+        low, high = spec.healthy or (0, 0)
+        assert low is None or high is None or low <= high, spec.name

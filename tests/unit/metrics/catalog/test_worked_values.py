@@ -29,10 +29,10 @@ from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.objective import policy_objective, value_objective
-from verl_rc.rewards.output import RewardOutput
+from verl_rc.rewards.sample import RewardOutput
 from verl_rc.weight_sync.proof import GapLimit, LogProbGap
-from verl_rc.workers.accumulate import ObjectiveTotals
-from verl_rc.workers.memory import memory_metrics
+from verl_rc.workers.micro_batches import ObjectiveTotals
+from verl_rc.workers.policy_worker import memory_metrics
 
 WITHOUT_EXAMPLE = 15
 """Entries that have no worked value yet: this number may only become smaller."""
@@ -526,7 +526,7 @@ def memory_in_gib():
     gib = 1 << 30
     device = SimpleNamespace(type="cuda")
     with (
-        patch("verl_rc.workers.memory.host_memory", return_value={"MemTotal": 8 * gib, "MemAvailable": 3 * gib}),
+        patch("verl_rc.workers.policy_worker.host_memory", return_value={"MemTotal": 8 * gib, "MemAvailable": 3 * gib}),
         patch("torch.cuda.max_memory_allocated", return_value=6 * gib),
         patch("torch.cuda.max_memory_reserved", return_value=7 * gib),
     ):

@@ -3,11 +3,11 @@
 import re
 
 from verl_rc.config.load import load_config
-from verl_rc.config.migration import migrate
-from verl_rc.config.refused import REFUSALS, RENAMED
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
-from verl_rc.config.verl_keys import MOVED
+from verl_rc.config.verl.keys import MOVED
+from verl_rc.config.verl.migration import migrate
+from verl_rc.config.verl.refused import REFUSALS, RENAMED
 from verl_rc.report.documents.migration import CORRECTION_EXAMPLES, SAME_KEYS, render
 
 

@@ -67,7 +67,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def score(tokenizer):
     """``score(path, index, response)``: a response to row ``index`` of a written file, judged by the reward of its source."""
-    from verl_rc.config.reward import RewardConfig
+    from verl_rc.config.task import RewardConfig
     from verl_rc.data.dataset import PromptDataset, PromptOptions, RowChoice
     from verl_rc.rewards import RewardSample, build_reward
 

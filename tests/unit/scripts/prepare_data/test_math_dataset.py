@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from verl_rc.rewards.math_answer import last_boxed
+from verl_rc.rewards.scorers import last_boxed
 
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 HALF = {"problem": "What is $2/4$?", "level": "Level 1", "type": "Prealgebra", "solution": r"It is $\boxed{\frac{1}{2}}$."}

@@ -1,0 +1,82 @@
+"""Every key is read where it acts, which a real run shows: each of its processes writes down what it reads, and where."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import known_keys
+
+SAYS_WHAT_HAPPENS_ANYWAY = {
+    *("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy", "actor_rollout_ref.rollout.name"),
+    *("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.calculate_log_probs", "trainer.balance_batch"),
+    *("actor_rollout_ref.actor.optim.optimizer", "critic.optim.optimizer"),
+    "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
+}
+"""Keys that verl's recipes spell out and of which only one value is possible, or several that mean the same."""
+
+TURNS, JUDGE = "actor_rollout_ref.rollout.multi_turn", "reward.reward_model"
+PENALTY, GROUPS = "reward.reward_kwargs", "algorithm.filter_groups"
+SHOWN_ELSEWHERE = {
+    # which reads them at once, as arguments of another library
+    "tests/unit/driver/test_every_key_arrives.py": "ray_kwargs.ray_init.address ray_kwargs.ray_init.num_cpus "
+    "ray_kwargs.ray_init.num_gpus ray_kwargs.ray_init.object_store_memory ray_kwargs.ray_init.runtime_env "
+    "ray_kwargs.ray_init.loopback_only "
+    "actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.free_cache_engine "
+    "actor_rollout_ref.rollout.enforce_eager critic.optim.min_lr_ratio critic.optim.num_cycles",
+    # features that the run has turned off
+    "tests/unit/data/test_records.py": "data.custom_cls.name",
+    "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.target_modules "
+    "actor_rollout_ref.model.exclude_modules",
+    "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type",
+    "tests/unit/driver/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
+    "tests/unit/rollout/test_agent_loop.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns {TURNS}.max_user_turns "
+    f"{TURNS}.max_parallel_calls {TURNS}.max_tool_response_length {TURNS}.tool_timeout_seconds "
+    f"{TURNS}.tool_response_truncate_side",
+    "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu {JUDGE}.max_length "
+    f"{JUDGE}.n_gpus_per_node {JUDGE}.trust_remote_code",
+    "tests/unit/driver/test_sample.py": f"data.train_batch_size {GROUPS}.metric {GROUPS}.max_num_gen_batches "
+    f"{PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len {PENALTY}.overlong_buffer_cfg.penalty_factor "
+    f"{PENALTY}.overlong_buffer_cfg.log",
+    "tests/unit/driver/test_scoring.py": "reward.on_failure reward.failure_score",
+    "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse",
+    # only a GPU has memory to spare
+    "tests/integration/test_on_gpu.py": "actor_rollout_ref.actor.fsdp_config.param_offload "
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.ref.fsdp_config.param_offload "
+    "critic.fsdp_config.param_offload critic.fsdp_config.optimizer_offload",
+}
+"""Keys that the run does not read, by the test that shows what they do."""
+
+
+@pytest.fixture
+def readers(whole_run: Path, reads: Path) -> dict[str, set[str]]:
+    """The modules that read a key, over all processes of the run."""
+    assert whole_run.is_dir()
+    found: dict[str, set[str]] = {}
+    for line in (line for file in reads.iterdir() for line in file.read_text().splitlines()):
+        key, reader = line.split()
+        found.setdefault(key, set()).add(reader)
+    return found
+
+
+def test_every_key_is_read_where_it_acts(readers: dict[str, set[str]]) -> None:
+    known = set(known_keys(RunConfig))
+    elsewhere = {key for keys in SHOWN_ELSEWHERE.values() for key in keys.split()}
+    assert readers.keys() <= known
+    assert SAYS_WHAT_HAPPENS_ANYWAY | elsewhere <= known
+    assert known - readers.keys() - SAYS_WHAT_HAPPENS_ANYWAY - elsewhere == set()
+
+
+@pytest.mark.parametrize(
+    ("key", "reader"),
+    [
+        ("critic.optim.lr", "verl_rc.workers.sharded_model"),
+        ("actor_rollout_ref.ref.fsdp_config.dtype", "verl_rc.workers.sharded_model"),
+        ("algorithm.rollout_correction.rollout_rs", "verl_rc.correction.correct"),
+        ("reward.custom_reward_function.path", "verl_rc.rewards.dispatch"),
+        ("actor_rollout_ref.rollout.temperature", "verl_rc.rollout.sampling"),
+        ("trainer.test_freq", "verl_rc.driver.train"),
+    ],
+)
+def test_reads_of_every_kind_of_process_are_seen(readers: dict[str, set[str]], key: str, reader: str) -> None:
+    assert reader in readers[key]

@@ -1,0 +1,202 @@
+"""Shell recipes of verl's examples (text models, FSDP, vLLM) compose and validate, or are refused for keys that are listed.
+
+``tests/verl_recipes/examples`` holds one recipe a file: where it comes from, its overrides, and the keys it is refused for.
+``tests/verl_recipes/defaults`` holds every key of verl 0.9.1 with its default, null where that follows another key, and which.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.load import load_run_config
+from verl_rc.config.run import FALLBACKS, RunConfig
+from verl_rc.config.schema import known_keys
+from verl_rc.config.verl.keys import AGREEMENTS, is_verl_key, moved, settle, settle_leaf
+from verl_rc.config.verl.refused import REFUSED_VALUES, refusal_of
+from verl_rc.report.explain import plan_text
+
+FOLDER = Path(__file__).parents[3] / "verl_recipes"
+RECIPES = {path.stem: json.loads(path.read_text()) for path in sorted((FOLDER / "examples").glob("*.json"))}
+DEFAULTS = json.loads((FOLDER / "defaults" / "ppo_trainer.json").read_text())
+FOLLOWED_KEYS = json.loads((FOLDER / "defaults" / "followed_keys.json").read_text())
+KNOWN = set(known_keys(RunConfig))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_accepted_or_refused_for_what_is_not_built(name: str) -> None:
+    recipe = RECIPES[name]
+    if not recipe["refused"]:
+        assert "Objective" in plan_text(load_run_config(recipe["overrides"]))
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(recipe["overrides"])
+    assert keys_named(str(caught.value)) == set(recipe["refused"])
+
+
+def keys_named(message: str) -> set[str]:
+    """The keys in front of every line's reason."""
+    heads = [re.split(r" (?:is|are) refused: ", line)[0] for line in message.splitlines()]
+    return {pair.partition("=")[0] for head in heads for pair in re.split(r", (?=[a-z_]+\.)", head)}
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe["refused"]])
+def test_every_refused_key_is_documented(name: str) -> None:
+    given = dict(override.lstrip("+").split("=", 1) for override in RECIPES[name]["overrides"])
+    for key in RECIPES[name]["refused"]:
+        by_table = refusal_of(moved(key)) is not None or moved(key) in AGREEMENTS
+        assert by_table or (key, given.get(key)) in REFUSED_VALUES
+
+
+def test_most_recipes_are_accepted_and_no_key_of_any_is_unknown() -> None:
+    assert len(RECIPES) >= 50
+    assert sum(not recipe["refused"] for recipe in RECIPES.values()) >= 30
+    keys = {override.lstrip("+").partition("=")[0] for recipe in RECIPES.values() for override in recipe["overrides"]}
+    free = (
+        "data.apply_chat_template_kwargs.",
+        "ray_kwargs.ray_init.runtime_env.",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.",
+    )
+    assert not [key for key in keys if moved(key) not in KNOWN and not is_verl_key(key) and not key.startswith(free)]
+
+
+@pytest.mark.parametrize("section", sorted({key.split(".")[0] for key in DEFAULTS}))
+def test_every_key_of_verl_is_known_and_may_be_given_its_default(section: str) -> None:
+    for key, value in DEFAULTS.items():
+        if key.split(".")[0] == section:
+            assert is_verl_key(key) or any(f"{key}.".startswith(f"{known}.") for known in KNOWN), key
+            settle(nested(key, value))
+
+
+OUTSIDE_THE_SCHEMA = {
+    "reward.reward_kwargs.overlong_buffer_cfg.enable": "False",
+    "reward.reward_kwargs.overlong_buffer_cfg.len": "4096",
+    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": "1.0",
+    "reward.reward_kwargs.overlong_buffer_cfg.log": "False",
+    "reward.reward_kwargs.max_resp_len": "8192",
+    "actor_rollout_ref.rollout.repetition_penalty": "1.0",
+    "actor_rollout_ref.rollout.val_kwargs.repetition_penalty": "1.0",
+    "actor_rollout_ref.model.override_config.max_position_embeddings": None,
+    "reward_model.reward_manager": None,
+    "reward_model.reward_kwargs.max_resp_len": None,
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": None,
+    "reward_model.overlong_buffer.len": None,
+    "custom_reward_function.path": None,
+    "model_engine": None,
+}
+"""Keys of verl's recipes that its own schema lacks, or that some releases never read; the value that is accepted, None: there is
+none."""
+
+
+@pytest.mark.parametrize("key", OUTSIDE_THE_SCHEMA)
+def test_keys_outside_of_verls_schema_are_accepted_or_refused_by_name(key: str) -> None:
+    value = OUTSIDE_THE_SCHEMA[key]
+    if value is not None:
+        load_run_config([*FREQUENT, f"+{key}={value}"])
+        return
+    with pytest.raises(ConfigError, match=rf"^{key}=7 is refused: .*(write|edit)"):
+        load_run_config([*FREQUENT, f"+{key}=7"])
+
+
+REFUSED_BY_NAME = {
+    "actor_rollout_ref.model.use_shm=True": "copy the folder to /dev/shm",
+    "data.use_shm=True": "files are read where they lie",
+    "actor_rollout_ref.rollout.agent.num_workers=4": "one loop drives all engines",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml": r"write multi_turn.tools=\[calculator\]",
+    "data.tool_config_path=tools.yaml": r"write multi_turn.tools=\[calculator\]",
+    "actor_rollout_ref.model.override_config.attn_implementation=eager": "edit config.json",
+    "critic.model.override_config.num_labels=1": "edit config.json",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED_BY_NAME)
+def test_what_is_done_in_another_way_here_is_refused_by_name(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{override} is refused: .*{REFUSED_BY_NAME[override]}"):
+        load_run_config([*FREQUENT, override])
+
+
+OTHER_DEFAULTS = {
+    **dict.fromkeys(["actor_rollout_ref.actor.strategy", "critic.strategy"], "both names mean FSDP2"),
+    **dict.fromkeys(
+        [f"actor_rollout_ref.actor.clip_ratio_{side}" for side in ("low", "high")], "follow clip_ratio, which is 0.2"
+    ),
+    **dict.fromkeys(["actor_rollout_ref.model.path", "data.train_files", "data.val_files"], "must be given"),
+    **dict.fromkeys(["trainer.project_name", "trainer.experiment_name"], "names of examples"),
+    **{f"critic.model.{leaf}": "follows the actor's model" for leaf in ("path", "trust_remote_code", "use_remove_padding")},
+    "critic.model.enable_gradient_checkpointing": "follows the actor's model",
+    "critic.checkpoint.async_save": "follows the actor",
+    "actor_rollout_ref.rollout.mode": "both names mean the same",
+    "actor_rollout_ref.rollout.load_format": "the trainer's weights come before the first sample either way",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "the temperature decides, as it does in verl",
+    "data.dataloader_num_workers": "fastest for text",
+    "reward.num_workers": "follows the machine's cores, at most 8",
+    "reward.reward_model.n_gpus_per_node": "the reward model computes on the CPU unless it gets a GPU",
+    "trainer.device": "GPUs when there are any",
+    "trainer.default_local_dir": "made of project and experiment, as in verl",
+    "actor_rollout_ref.actor.optim.warmup_style": "no default: lr_scheduler_type has one",
+    "critic.optim.warmup_style": "no default: lr_scheduler_type has one",
+}
+"""Keys whose default is not verl's, and why."""
+
+
+def test_defaults_are_verls() -> None:
+    shared = {
+        key: value for key, value in DEFAULTS.items() if moved(key) in KNOWN and key not in FOLLOWED_KEYS and value != "???"
+    }
+    differing = {key for key, value in shared.items() if settle_leaf(key, value, {}).value != default_of(moved(key))}
+    assert len(shared) > 150
+    assert differing - {"actor_rollout_ref.rollout.name"} == set(OTHER_DEFAULTS)
+
+
+def default_of(key: str) -> Any:
+    section: Any = RunConfig
+    *path, leaf = key.split(".")
+    for part in path:
+        section = section.model_fields[part].annotation
+    field = section.model_fields[leaf]
+    return None if field.is_required() else field.default
+
+
+@pytest.mark.parametrize("key", [key for key, source in FOLLOWED_KEYS.items() if key in KNOWN and source in KNOWN])
+def test_keys_follow_what_they_follow_in_verl(key: str) -> None:
+    assert (key, FOLLOWED_KEYS[key]) in FALLBACKS or key == "actor_rollout_ref.ref.strategy"  # whose names mean the same
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+FREQUENT = [
+    *("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "data.train_files=['a.parquet','b.parquet']", "data.train_batch_size=512"),
+    *("actor_rollout_ref.actor.ppo_mini_batch_size=32", "trainer.n_gpus_per_node=8", "data.val_files=b.parquet"),
+    *("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.project_name=DAPO", "trainer.experiment_name=x"),
+    *("data.max_prompt_length=2048", "data.max_response_length=8192", "actor_rollout_ref.actor.optim.lr=1e-6"),
+    *("actor_rollout_ref.rollout.gpu_memory_utilization=0.80", "trainer.logger=['console','wandb']", "trainer.nnodes=2"),
+    *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm", "trainer.save_freq=-1", "trainer.test_freq=5"),
+    *("actor_rollout_ref.rollout.n=16", "data.truncation='left'", "trainer.total_epochs=10", "algorithm.use_kl_in_reward=False"),
+    *("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.001"),
+    *("actor_rollout_ref.actor.entropy_coeff=0", "actor_rollout_ref.model.use_remove_padding=True"),
+    *("actor_rollout_ref.actor.use_dynamic_bsz=True", "trainer.val_before_train=False"),
+    *("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True"),
+    *("data.filter_overlong_prompts=True", "actor_rollout_ref.actor.fsdp_config.param_offload=True"),
+    *(
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    ),
+    *("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576", "actor_rollout_ref.ref.fsdp_config.param_offload=True"),
+    *("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True"),
+    *("actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio_low=0.2"),
+    *("+trainer.default_local_dir=ckpts/DAPO/x", "++actor_rollout_ref.actor.clip_ratio_c=10.0"),
+]
+
+
+def test_the_most_frequent_keys_all_work() -> None:
+    assert len(FREQUENT) >= 40
+    config = load_run_config(FREQUENT)
+    assert (config.num_ranks, config.num_engines, config.needs_reference) == (16, 8, True)
+    assert config.actor_rollout_ref.actor.clip_ratio_high == 0.28

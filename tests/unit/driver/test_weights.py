@@ -1,0 +1,108 @@
+"""How many engines may be replaced, what is counted, and that a loss during recovery is recovered from too."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from verl_rc.checkpoint import RunState
+from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
+from verl_rc.cluster.remote import ProcessLostError, RemoteError
+from verl_rc.data.batches import Timed
+from verl_rc.driver import weights
+from verl_rc.driver.services import Services
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
+
+
+def loss(*engines: int) -> EnginesLostError:
+    return EnginesLostError({engine: ProcessLostError(f"rollout engine {engine} died") for engine in engines}, {})
+
+
+class Machine:
+    """Engines and the way of weights as one list of what was done; ``deliver`` fails as often as there are losses."""
+
+    num_engines = 2
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.losses: list[EnginesLostError] = []
+
+    def replace(self, engines: list[int]) -> list[Any]:
+        self.done.append(("replace", engines))
+        return []
+
+    def generate(self, requests: list[Any], options: Any, on_loss: OnLoss) -> Timed[None]:
+        """Engine 1 is lost with all requests; what is sampled afterwards is of no interest."""
+        on_loss(loss(1), len(requests))
+        return Timed(None, 2.0)
+
+    def open(self) -> None:
+        self.done.append("open")
+
+    def sleep(self) -> None:
+        self.done.append("sleep")
+
+    def wake_up(self, tag: str) -> None:
+        self.done.append(tag)
+
+    def deliver(self, version: int) -> tuple[None, None]:
+        self.done.append(("deliver", version))
+        if self.losses:
+            raise self.losses.pop(0)
+        return None, None
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
+    monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
+    monkeypatch.setattr(weights, "judge_canary", lambda run, limit, version, record: run.engines.done.append(("canary", version)))
+    return Machine()
+
+
+def run_on(machine: Machine, limit: int) -> Services:
+    rollout = SimpleNamespace(max_engine_replacements=limit, sync_proof=SimpleNamespace(canary_freq=0))
+    run = SimpleNamespace(
+        config=SimpleNamespace(
+            actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(ready_timeout_seconds=1.0)
+        ),
+        engines=machine,
+        transport=machine,
+        agent_loop=None,
+        manifest=SimpleNamespace(num_bytes=1, tensors=()),
+    )
+    return cast(Services, run)
+
+
+def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine) -> None:
+    record = StepRecord()
+    answer = weights.generate(run_on(machine, limit=3), RunState(), [GenerationRequest([1], 0)] * 8, OPTIONS, 4, record)
+    assert answer.busy_seconds == 2.0
+    assert machine.done == [
+        ("replace", [1]), "open", "sleep", "weights", ("deliver", 4), "kv_cache", ("canary", 4)
+    ]  # fmt: skip
+    metrics = record.metrics()
+    assert (metrics["recovery/engines_replaced"], metrics["recovery/requests_reissued"]) == (1, 8)
+    assert not [name for name in metrics if name.startswith("timing_s/update_weights")]  # it is part of the generation
+
+
+def test_a_loss_in_an_update_and_another_while_that_is_mended(machine: Machine) -> None:
+    machine.losses = [loss(0), loss(0, 1)]
+    record = StepRecord()
+    weights.publish(run_on(machine, limit=3), RunState(), 5, record)
+    assert [step for step in machine.done if step[0] in ("replace", "deliver", "canary")] == [
+        ("deliver", 5), ("replace", [0]), ("deliver", 5), ("replace", [0, 1]), ("deliver", 5), ("canary", 5)
+    ]  # fmt: skip
+    assert record.metrics()["recovery/engines_replaced"] == 3
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine, limit: int) -> None:
+    machine.losses = [loss(0)] * 4
+    expected = rf"max_engine_replacements={limit} .*but {limit + 1} were lost, the last: rollout engine 0 died"
+    with pytest.raises(RemoteError, match=expected):
+        weights.publish(run_on(machine, limit), RunState(), 5, StepRecord())
+    assert [step for step in machine.done if step[0] == "replace"] == [("replace", [0])] * limit

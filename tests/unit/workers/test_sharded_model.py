@@ -1,0 +1,40 @@
+"""Actor and critic, each alone: what is saved comes back, whether it was written at once or beside what changed meanwhile."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_checkpoints import change, whole
+from small_models import free_port, small_run_config
+
+from verl_rc.checkpoint import shards_problem
+from verl_rc.distributed.process_group import RankAddress
+from verl_rc.workers.critic_worker import CriticWorker
+from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.workers.sharded_model import Learner
+
+
+def weights(worker: Learner) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in worker.model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("kind", [PolicyWorker, CriticWorker])
+def test_what_is_saved_comes_back(model_folder: Path, tmp_path: Path, kind: type[Learner], async_save: bool) -> None:
+    own = f"actor_rollout_ref.actor.checkpoint.async_save={async_save}"
+    config = small_run_config(model_folder, "algorithm.adv_estimator=gae", own)
+    worker = kind(config, RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)  # type: ignore[call-arg]
+    try:
+        assert (worker.model._writer is not None) == async_save
+        assert worker.has_saved(wait=False)
+        change(worker.model.module)
+        saved = weights(worker)
+        worker.save(tmp_path / "saved")
+        change(worker.model.module)
+        assert worker.has_saved(wait=True)
+        assert shards_problem(tmp_path / "saved") is None
+        assert all(not torch.equal(value, saved[name]) for name, value in weights(worker).items())
+        worker.load(tmp_path / "saved")
+        assert all(torch.equal(value, saved[name]) for name, value in weights(worker).items())
+    finally:
+        worker.close()

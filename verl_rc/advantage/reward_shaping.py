@@ -1,0 +1,62 @@
+"""What is taken off a score before advantages: divergence from the reference policy, and length near the limit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl_rc.tensor_ops import kl_penalty
+
+
+def apply_kl_in_reward(
+    token_level_scores: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    kl_coef: float,
+    kind: str = "kl",
+) -> tuple[Tensor, Tensor]:
+    """Subtracts the estimated divergence from each response token's score (arXiv:1909.08593).
+
+    r = s − β KL_t(policy ‖ reference) on response tokens; elsewhere r = s. NaN outside the response is harmless.
+
+    Args:
+        token_level_scores: [B, T], in units of reward.
+        log_probs: [B, T], nats; of the policy that answered, as the trainer computes them.
+        ref_log_probs: [B, T], nats; of the reference policy.
+        response_mask: [B, T], bool or 0/1.
+        kl_coef: β, in units of reward per nat.
+        kind: an estimator of `kl_penalty` (`algorithm.kl_penalty`).
+
+    Returns:
+        Token-level rewards [B, T], and the divergence of each row, the mean over its response tokens, [B], nats;
+        0 for a row without any.
+
+    Raises:
+        ValueError: for an unknown estimator, or when shapes differ.
+    """
+    tensors = (log_probs, ref_log_probs, response_mask)
+    if token_level_scores.ndim != 2 or any(tensor.shape != token_level_scores.shape for tensor in tensors):
+        raise ValueError(
+            f"token_level_scores, log_probs, ref_log_probs and response_mask must be [B, T] of one shape; got "
+            f"{tuple(token_level_scores.shape)} and {[tuple(tensor.shape) for tensor in tensors]}"
+        )
+    mask = response_mask.bool()
+    divergence = kl_penalty(log_probs, ref_log_probs, kind).detach().where(mask, 0)
+    return token_level_scores - kl_coef * divergence, divergence.sum(dim=-1) / mask.sum(dim=-1).clamp(min=1)
+
+
+def overlong_penalty(response_lengths: Tensor, max_length: int, buffer_length: int, penalty_factor: float) -> Tensor:
+    """What is added to each score: 0 up to ``max_length - buffer_length`` tokens, then falling in a straight line to
+    ``-penalty_factor`` at ``max_length``, and no further (soft overlong punishment, DAPO, arXiv:2503.14476, eq. 13).
+
+    ``response_lengths`` is int ``[B]``, tokens; returns float32 ``[B]``, <= 0, in units of reward. Raises ``ValueError`` unless
+    ``0 < buffer_length <= max_length``.
+    """
+    if not 0 < buffer_length <= max_length:
+        raise ValueError(
+            "reward.reward_kwargs.overlong_buffer_cfg.len must be positive and at most the longest length that is rewarded in "
+            f"full, {max_length}; got {buffer_length}."
+        )
+    excess = (response_lengths - (max_length - buffer_length)).clamp(0, buffer_length)
+    return 0.0 - penalty_factor * excess.to(torch.float32) / buffer_length

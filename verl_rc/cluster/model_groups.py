@@ -1,0 +1,129 @@
+"""The models of a run as the driver sees them: actor, critic and reference, each a group of ranks, and the reward model."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from verl_rc.cluster.environment import trainer_environment
+from verl_rc.cluster.rank_group import RankGroup
+from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
+from verl_rc.config.task import RewardModelConfig
+from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
+from verl_rc.data.microbatch import MicroBatchLimit
+from verl_rc.metrics import Metric
+from verl_rc.ppo.mini_batches import MiniBatch
+from verl_rc.weight_sync.manifest import Manifest
+from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.workers.host import usable_cores
+from verl_rc.workers.orders import UpdateOrder, UpdateReport
+
+
+class ActorGroup(RankGroup):
+    """All ranks of the actor."""
+
+    role = "actor"
+    worker = "verl_rc.workers.policy_worker:PolicyWorker"
+
+    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
+        """Log-probs, entropys and, where needed, sums of squared probabilities ``[B, R]`` of all rows, under the current
+        weights."""
+        answer = self.score("compute_log_probs", tokens, limit)
+        return Timed(TokenScores(*answer.result), answer.busy_seconds)
+
+    def compute_reference_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
+        """Log-probs ``[B, R]`` of all rows with LoRA adapters switched off."""
+        return self.score_one("compute_reference_log_probs", tokens, limit)
+
+    def update(
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, order: UpdateOrder
+    ) -> Timed[UpdateReport]:
+        """One optimizer step per mini-batch on all ranks; ``order`` says everything but which rows. One report for all ranks."""
+        parts = self.split(batch, mini_batches, limit)
+        answers = self.call_update([(rows, replace(order, mini_batches=own)) for rows, own in parts])
+        reports: list[UpdateReport] = answers.result
+        whole = replace(reports[0], metrics=[metric for report in reports for metric in report.metrics])
+        return Timed(whole, answers.busy_seconds)
+
+    def manifest(self) -> Manifest:
+        """What a weight update consists of."""
+        manifest: Manifest = wait_for_all([self._ranks[0].call("manifest")])[0]
+        return manifest
+
+    def join_transfer(self, address: TransferAddress) -> list[Pending]:
+        """Open the way to the engines; answers when the engines have joined too."""
+        return [self._ranks[0].call("join_transfer", address)]
+
+    def send_weights(self) -> list[Pending]:
+        """Broadcast the current weights; the first answer is the sender's receipt."""
+        return [rank.call("send_weights") for rank in self._ranks]
+
+    def device_keys(self) -> list[str]:
+        """The device of each rank, as engine workers name theirs."""
+        return [key for key, _ in wait_for_all([rank.call("describe_lending") for rank in self._ranks])]
+
+    def num_buckets(self) -> int:
+        """In how many buckets a weight update comes."""
+        return int(wait_for_all([self._ranks[0].call("describe_lending")])[0][1])
+
+    def offer_bucket(self, index: int, offers: Sequence[bool]) -> list[Pending]:
+        """Gather one bucket on all ranks and lend it where ``offers`` says so; each answer is a handle."""
+        return [rank.call("offer_bucket", index, share) for rank, share in zip(self._ranks, offers, strict=True)]
+
+    def release_bucket(self) -> list[Pending]:
+        """Take the last bucket back; the first answer is the sender's receipt."""
+        return [rank.call("release_bucket") for rank in self._ranks]
+
+
+class CriticGroup(RankGroup):
+    """All ranks of the critic."""
+
+    role = "critic"
+    worker = "verl_rc.workers.critic_worker:CriticWorker"
+
+    def compute_values(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
+        """Values ``[B, R]`` of all rows."""
+        return self.score_one("compute_values", tokens, limit)
+
+    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> Timed[list[Metric]]:
+        """One optimizer step per mini-batch on all ranks; returns the metric records of all ranks."""
+        answers = self.call_update(self.split(batch, mini_batches, limit))
+        return Timed([metric for of_rank in answers.result for metric in of_rank], answers.busy_seconds)
+
+
+class ReferenceGroup(RankGroup):
+    """All ranks of the reference policy."""
+
+    role = "reference"
+    worker = "verl_rc.workers.reference_worker:ReferenceWorker"
+
+    def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
+        """Log-probs ``[B, R]`` of all rows under the reference policy."""
+        return self.score_one("compute_log_probs", tokens, limit)
+
+
+class RewardModel:
+    """One process that holds the model.
+
+    It claims no logical CPU, so that it fits beside trainer and engines: it computes while those wait. GPUs it claims are its
+    own (``reward.reward_model.n_gpus_per_node``).
+    """
+
+    worker = "verl_rc.workers.reward_model_worker:RewardModelWorker"
+    """What the process builds, as ``module:Class``."""
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        """Start the process; ``build`` gives it its model."""
+        self._config = config
+        environment = trainer_environment(usable_cores(), one_node=False)
+        self._process = RemoteProcess("reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node)
+
+    def build(self) -> list[Pending]:
+        """Load the model; returns at once."""
+        return [self._process.build(self.worker, config=self._config)]
+
+    def score(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[float | str]:
+        """The model's score of each conversation in order, or the reason why it has none."""
+        answers: list[float | str] = wait_for_all([self._process.call("score", conversations)])[0]
+        return answers

@@ -1,0 +1,179 @@
+"""The command line: Hydra's own options and overrides in any order, and what the options print instead of running."""
+
+import sys
+import textwrap
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from pydantic import BaseModel
+
+from verl_rc.config.errors import ConfigError, shortened
+from verl_rc.config.load.compose import CONFIGS, Composer
+from verl_rc.config.load.given import MISSING, composing, plain_tree, settled_tree
+from verl_rc.config.load.overrides import prepare
+from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import defaults, known_keys
+from verl_rc.config.secrets import override_without_secrets, without_secrets
+
+COMMANDS = ("cfg", "info", "help", "hydra_help", "shell_completion", "multirun", "run")
+"""Options that say what happens with the configuration; at most one may be given."""
+
+
+def option_parser() -> ArgumentParser:
+    """Hydra's parser of its own options."""
+    return get_args_parser()
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Options by Hydra's names and, in ``overrides``, the rest. Raises ``ConfigError``."""
+    parser = option_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    given = parser.parse_intermixed_args([str(argument) for argument in arguments])
+    named = [f"--{name.replace('_', '-')}" for name in COMMANDS if getattr(given, name)]
+    if len(named) > 1:
+        raise ConfigError(f"at most one of {', '.join(named)} may be given; drop the others.")
+    if given.experimental_rerun is not None:
+        raise ConfigError(
+            "--experimental-rerun is refused: give a run's resolved_config.yaml with --config-dir and --config-name."
+        )
+    if (given.resolve or given.package is not None) and given.cfg is None:
+        raise ConfigError("--resolve and --package belong to --cfg job|hydra|all; add it, or drop them.")
+    for option in ("config_path", "config_dir"):
+        folder = getattr(given, option)
+        if folder is not None and "://" not in folder:
+            _check_folder(f"--{option.replace('_', '-')}", Path(folder))
+    for override in given.overrides:
+        if not override.startswith("~") and "=" not in override:
+            raise ConfigError(f"an override must have the form key=value, got {shortened(override)!r}.")
+    return given
+
+
+def sources_of(given: Namespace) -> list[str]:
+    """The options that say where files are, as they may be typed again."""
+    names = ("config_name", "config_path", "config_dir")
+    return [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in names if getattr(given, name) is not None]
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{option} must name an existing folder, got {shortened(str(folder))!r}.")
+    if next(folder.rglob("*.yaml"), None) is None:
+        raise ConfigError(f"{option} must name a folder of .yaml files, but there is none in {shortened(str(folder))!r}.")
+
+
+def _refuse(message: str) -> NoReturn:
+    what, _, unknown = message.partition("unrecognized arguments: ")
+    raise ConfigError(
+        "options are --config-name, --config-dir, --config-path, --cfg, --info, --multirun and others that --help lists; "
+        f"{what}{f'got {shortened(unknown)!r}' if unknown else ''}."
+    )
+
+
+_WIDTH = 100
+_OPTIONS = """\
+Options, as in Hydra:
+  --cfg job|hydra|all    print the configuration and stop; --resolve: with interpolations resolved, --package KEY: one section
+  --info [all|config|defaults|defaults-tree|plugins|searchpath]
+                         print which files it comes from and stop
+  -m, --multirun         a run for each combination of KEY=A,B and GROUP=A,B, one after the other
+  --config-dir DIR       look for run files and groups in DIR, too
+  --config-path DIR      look for them in DIR first
+  --config-name NAME     begin with the file NAME.yaml
+  --shell-completion install=bash, --hydra-help, --version
+"""
+
+
+def show(schema: type[BaseModel], given: Namespace, prog: str) -> bool:
+    """Print what was asked for; False when nothing was, and a run is to start.
+
+    Raises ``ConfigError``.
+    """
+    if not (given.help or given.hydra_help or given.cfg or given.info or given.shell_completion):
+        return False
+    with composing(given.overrides):
+        _show(schema, given, prog)
+    return True
+
+
+def _show(schema: type[BaseModel], given: Namespace, prog: str) -> None:
+    composer = Composer(given, has_groups=schema is RunConfig)
+    if given.help:
+        sys.stdout.write(_help(composer, prog, schema is RunConfig))
+        return
+    loader = _ShownLoader(schema, given.resolve, composer.loader.get_search_path())
+    hydra = Hydra(task_name=prog.rpartition(".")[2], config_loader=loader)
+    if given.hydra_help:
+        hydra.hydra_help(None, option_parser(), Namespace(overrides=[]))
+    elif given.shell_completion:
+        hydra.shell_completion(composer.primary, given.overrides)
+    else:
+        prepared = prepare(schema, composer, given.overrides)
+        overrides = [*prepared.of_files, *prepared.keys]
+        loader.load_configuration(composer.primary, overrides, RunMode.RUN)  # raises where Hydra would print and exit with 1
+        if given.cfg:
+            hydra.show_cfg(composer.primary, overrides, given.cfg, given.package, given.resolve)
+        else:
+            hydra.show_info(given.info, composer.primary, overrides)
+
+
+class _ShownLoader(ConfigLoaderImpl):
+    """Composes as a run does, and shows what a run would get: with the schema's defaults, without secrets."""
+
+    def __init__(self, schema: type[BaseModel], resolve: bool, search_path: ConfigSearchPath) -> None:
+        super().__init__(search_path)
+        self._schema = schema
+        self._resolve = resolve
+
+    def load_configuration(self, *arguments: Any, **named: Any) -> DictConfig:
+        """What Hydra composes, with every key of the schema."""
+        composed = super().load_configuration(*arguments, **named)
+        with open_dict(composed):
+            hydra = composed.pop("hydra")
+        tree = plain_tree(self._schema, composed, self._resolve)
+        shown = OmegaConf.merge(_all_keys(self._schema), settled_tree(self._schema, tree).tree)
+        assert isinstance(shown, DictConfig)
+        shown = OmegaConf.create(without_secrets(OmegaConf.to_container(shown)))  # type: ignore[arg-type]
+        overrides: Any = OmegaConf.to_container(hydra.overrides.task)
+        hydra.overrides.task = [override_without_secrets(override) for override in overrides]
+        hydra.job.override_dirname = "(see hydra.overrides.task)"
+        hydra.job.env_set = {}  # of no effect here, and a place where secrets are kept
+        shown.hydra = hydra
+        return shown
+
+
+def _all_keys(schema: type[BaseModel]) -> DictConfig:
+    """Every key with its default; what must be given is marked as Hydra marks it."""
+    tree = OmegaConf.create({})
+    for key in known_keys(schema):
+        OmegaConf.update(tree, key, MISSING, force_add=True)
+    merged = OmegaConf.merge(tree, defaults(schema))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _help(composer: Composer, prog: str, is_run: bool) -> str:
+    parts = [f"python -m {prog} [OPTION ...] [GROUP=CHOICE ...] [KEY=VALUE ...]\n", _OPTIONS]
+    groups = composer.groups()
+    if groups:
+        parts.append("Groups (GROUP=CHOICE sets several keys at once; a KEY=VALUE wins over every group):")
+        parts += [_choices(group, composer.loader.get_group_options(group)) for group in groups]
+    if is_run:
+        parts.append(
+            f"\nFor example: python -m {prog} task=digits hardware=cpu correction=decoupled_seq_is trainer.seed=2\n"
+            f"Every key with its default and meaning: {CONFIGS.resolve() / 'reference.yaml'}\n"
+            "What presets of correction stand for: verl-rc presets. What a run will do: verl-rc explain, with the same arguments."
+        )
+    return "\n".join(parts) + "\n"
+
+
+def _choices(group: str, choices: list[str]) -> str:
+    text = f"{group}: {', '.join(choices)}"
+    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)

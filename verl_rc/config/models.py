@@ -1,0 +1,223 @@
+"""The models of a run: which one is trained, how actor and critic are updated, and the reference the actor is held close to."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from verl_rc.config.algorithms import LossAggregation, PolicyLossOptions, RatioOptions
+from verl_rc.config.schema import StrictModel, UserPath
+
+
+class ModelConfig(StrictModel):
+    """``actor_rollout_ref.model.*``."""
+
+    path: UserPath
+    """Hugging Face model folder or hub id."""
+    use_remove_padding: bool = True
+    """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Off unless you trust its author."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of LoRA adapters; 0 trains all parameters. The reference policy is then the actor without its adapters."""
+    lora_alpha: int = Field(16, ge=1)
+    """Scale of the adapters: their product counts lora_alpha / lora_rank times."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get an adapter: names, a regular expression, or ``all-linear`` (every linear layer but the output)."""
+    exclude_modules: str | list[str] | None = None
+    """Modules that get none: names or a regular expression."""
+
+
+def model_source(path: str) -> str:
+    """``path`` as transformers takes it: that of a folder with ``~`` written out, a hub id as it is."""
+    folder = Path(path).expanduser()
+    return str(folder) if folder.is_dir() else path
+
+
+Precision = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+
+KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+"""Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""
+
+
+class OptimConfig(StrictModel):
+    """``*.optim.*``: AdamW and its learning-rate schedule, which advances once per training step."""
+
+    optimizer: Literal["AdamW"] = "AdamW"
+    """The optimizer."""
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field([0.9, 0.999], min_length=2, max_length=2)
+    """Decay rates of AdamW's moments."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: float = Field(1.0, gt=0)
+    """Largest gradient norm over all parameters; larger gradients are scaled down."""
+    lr_warmup_steps: int = Field(-1, ge=-1)
+    """Training steps of linear warm-up; -1: ``lr_warmup_steps_ratio`` decides."""
+    lr_warmup_steps_ratio: float = Field(0.0, ge=0, le=1)
+    """Warm-up as a share of all training steps."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Rate at the last step as a share of the peak (``linear``, ``cosine``)."""
+    num_cycles: float = Field(0.5, gt=0)
+    """Periods of the cosine; 0.5 falls once from the peak to the minimum."""
+
+
+class FsdpConfig(StrictModel):
+    """``*.fsdp_config.*``: sharding and precision."""
+
+    model_dtype: Precision = "fp32"
+    """Precision of the master weights that the optimizer updates."""
+    dtype: Precision = "bfloat16"
+    """Precision of forward and backward."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
+    param_offload: bool = False
+    """Keep the weights in host memory while the model does not compute. Without effect on a CPU, where they are there anyway."""
+    optimizer_offload: bool = False
+    """The same for the optimizer's moments."""
+
+
+class PolicyLossConfig(PolicyLossOptions):
+    """``actor.policy_loss.*``."""
+
+    loss_mode: str = "vanilla"
+    """Policy loss: a name (``vanilla`` is PPO clip with dual clip), or ``module:function`` for one of your own; the table of
+    policy losses below says what each computes."""
+
+
+class CheckpointConfig(StrictModel):
+    """``actor.checkpoint.*``: what is written every ``trainer.save_freq`` steps."""
+
+    async_save: bool = False
+    """Write beside the next step. The run waits only until weights and moments are copied to host memory, 12 bytes per parameter
+    over all ranks; a checkpoint counts once all of it is written."""
+
+
+class ActorConfig(RatioOptions):
+    """``actor_rollout_ref.actor.*``."""
+
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
+    """Sharding; both names mean FSDP2 here."""
+    ppo_mini_batch_size: int = Field(256, ge=1)
+    """Prompts per optimizer step, over all ranks."""
+    ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Rows per forward and backward on one rank; needed unless ``use_dynamic_bsz``."""
+    use_dynamic_bsz: bool = False
+    """Fill micro-batches by tokens instead of rows."""
+    ppo_max_token_len_per_gpu: int = Field(16384, ge=1)
+    """Tokens (prompt and response) of one micro-batch on one rank, with ``use_dynamic_bsz``."""
+    ppo_epochs: int = Field(1, ge=1)
+    """Passes over the batch in each step."""
+    shuffle: bool = False
+    """Draw a new order of rows in each pass."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How token losses become one number."""
+    loss_scale_factor: int | None = Field(None, ge=1)
+    """Divisor of ``seq-mean-token-sum-norm``; null: ``data.max_response_length``."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add a KL term against the reference policy to the loss."""
+    kl_loss_coef: float = Field(0.001, ge=0)
+    """Weight of that term."""
+    kl_loss_type: KlKind = "low_var_kl"
+    """Its estimator. A ``+`` keeps the value and takes the gradient of k2, which is that of the divergence itself."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    """Choice of the policy loss."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """Sharding and precision."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """How it is saved."""
+
+    @model_validator(mode="after")
+    def _some_micro_batch_limit(self) -> "ActorConfig":
+        if not self.use_dynamic_bsz and self.ppo_micro_batch_size_per_gpu is None:
+            raise ValueError(
+                "a micro-batch needs a limit: pass actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=<rows>, or "
+                "actor_rollout_ref.actor.use_dynamic_bsz=True with ppo_max_token_len_per_gpu=<tokens>; neither was given"
+            )
+        return self
+
+
+class CriticModelConfig(StrictModel):
+    """``critic.model.*``: the transformer below the value head."""
+
+    path: UserPath | None = None
+    """Hugging Face model folder or hub id; null: ``actor_rollout_ref.model.path``."""
+    use_remove_padding: bool | None = None
+    """Pack real tokens instead of padding rows; null: ``actor_rollout_ref.model.use_remove_padding``."""
+    enable_gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass; null: as the actor does."""
+    trust_remote_code: bool | None = None
+    """Run code that comes with the model; null: as for the actor's."""
+
+
+class CriticOptimConfig(OptimConfig):
+    """``critic.optim.*``."""
+
+    lr: float = Field(1e-5, ge=0)
+    """Peak learning rate."""
+
+
+class CriticCheckpointConfig(StrictModel):
+    """``critic.checkpoint.*``."""
+
+    async_save: bool | None = None
+    """Write beside the next step; null: as the actor does."""
+
+
+class CriticConfig(StrictModel):
+    """``critic.*``. A value left null follows the actor."""
+
+    enable: bool | None = None
+    """Train a critic; null: if the advantage estimator needs values (``gae``)."""
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
+    """Sharding; both names mean FSDP2 here."""
+    model: CriticModelConfig = CriticModelConfig()
+    """The transformer below the value head."""
+    optim: CriticOptimConfig = CriticOptimConfig()
+    """Optimizer."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """Sharding and precision."""
+    checkpoint: CriticCheckpointConfig = CriticCheckpointConfig()
+    """How it is saved."""
+    ppo_mini_batch_size: int | None = Field(None, ge=1)
+    """Prompts per optimizer step, over all ranks; null: the actor's."""
+    ppo_epochs: int | None = Field(None, ge=1)
+    """Passes over the batch in each step; null: the actor's."""
+    shuffle: bool | None = None
+    """Draw a new order of rows in each pass; null: the actor's."""
+    use_dynamic_bsz: bool | None = None
+    """Fill micro-batches by tokens; null: the actor's."""
+    ppo_max_token_len_per_gpu: int = Field(32768, ge=1)
+    """Tokens of one micro-batch on one rank, in the update and when values are computed, with ``use_dynamic_bsz``."""
+    ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Rows of one micro-batch on one rank without ``use_dynamic_bsz``; null: the actor's."""
+    loss_agg_mode: LossAggregation | None = None
+    """How token losses become one number; null: the actor's."""
+    cliprange_value: float = Field(0.5, gt=0)
+    """How far a value may move from its old one before its loss is clipped, in units of reward."""
+
+
+class ReferenceConfig(StrictModel):
+    """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no model of its own."""
+
+    model_path: UserPath | None = None
+    """Hugging Face model folder or hub id; null: ``actor_rollout_ref.model.path``."""
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
+    """Sharding; both names mean FSDP2 here."""
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """Sharding and precision; there is no optimizer to offload."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Fill log-prob micro-batches by tokens; null: ``actor.use_dynamic_bsz``."""
+    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)
+    """Tokens of a log-prob micro-batch; null: ``actor.ppo_max_token_len_per_gpu``."""
+    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Rows of a log-prob micro-batch; null: ``actor.ppo_micro_batch_size_per_gpu``."""

@@ -1,0 +1,164 @@
+"""The task: where prompts come from, and where scores come from."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from verl_rc.config.schema import StrictModel, UserPath
+
+
+class CustomDatasetConfig(StrictModel):
+    """``data.custom_cls.*``: a class of your own that reads the data."""
+
+    path: UserPath | None = None
+    """Python file that holds it; null: rows come from the files themselves."""
+    name: str | None = None
+    """Its name. Called with ``data_files``, ``tokenizer``, ``processor`` (None) and ``config``, it has ``__len__`` and a
+    ``__getitem__`` that returns a row in verl's format."""
+
+
+class DataConfig(StrictModel):
+    """``data.*``: prompts for training and validation."""
+
+    train_files: list[UserPath]
+    """Files of training prompts, parquet, .jsonl or .json (one path, or a list)."""
+    train_weights: list[float] | None = None
+    """Shares of the training files in every batch, one positive number per file, in any unit; null: files follow each other
+    and every row comes once per epoch. An epoch serves as many prompts either way."""
+    val_files: list[UserPath]
+    """Files of validation prompts, parquet, .jsonl or .json (one path, or a list)."""
+    custom_cls: CustomDatasetConfig = CustomDatasetConfig()
+    """A class of your own that reads ``train_files`` and ``val_files``."""
+    prompt_key: str = "prompt"
+    """Column that holds the chat messages."""
+    train_batch_size: int = Field(1024, ge=1)
+    """Prompts per training step."""
+    gen_batch_size: int | None = Field(None, ge=1)
+    """Prompts drawn and sampled at once in dynamic sampling (``algorithm.filter_groups``); null: ``train_batch_size``."""
+    val_batch_size: int | None = Field(None, ge=1)
+    """Prompts per validation batch; null: the whole set at once."""
+    max_prompt_length: int = Field(512, ge=1)
+    """Longest prompt, tokens after the chat template."""
+    max_response_length: int = Field(512, ge=1)
+    """Longest response, tokens; also the constant of ``seq-mean-token-sum-norm``."""
+    shuffle: bool = True
+    """Draw a new order of prompts in every epoch."""
+    seed: int | None = None
+    """Seed of that order; null: ``trainer.seed``."""
+    filter_overlong_prompts: bool = False
+    """Leave prompts out that are longer than ``max_prompt_length``."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What happens to a longer prompt that is not filtered out; ``left`` cuts its beginning off."""
+    train_max_samples: int = Field(-1, ge=-1)
+    """Use this many training prompts, chosen by seed (the first ones with ``shuffle=False``); -1: all."""
+    val_max_samples: int = Field(-1, ge=-1)
+    """Use this many validation prompts, chosen by seed (the first ones with ``shuffle=False``); -1: all."""
+    dataloader_num_workers: int = Field(0, ge=0)
+    """Loader processes; 0 loads in the driver, which is fastest for text."""
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    """Further arguments of the chat template, e.g. ``enable_thinking``."""
+    trust_remote_code: bool = False
+    """Allow code that comes with a hub tokenizer."""
+
+    @property
+    def prompts_per_draw(self) -> int:
+        """Prompts that are drawn and sampled at once."""
+        return self.gen_batch_size or self.train_batch_size
+
+    @field_validator("train_files", "val_files", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+class CustomRewardFunctionConfig(StrictModel):
+    """``reward.custom_reward_function.*``: a function of your own."""
+
+    path: UserPath | None = None
+    """Python file that holds it; null: the built-in function of each row's ``data_source``."""
+    name: str = "compute_score"
+    """Its name: ``f(data_source, solution_str, ground_truth, extra_info, **reward_kwargs) -> float | dict``."""
+    reward_kwargs: dict[str, Any] = {}
+    """Further keyword arguments of every call. With ``reward.reward_model.enable`` the function also gets
+    ``reward_model_score``, the model's score of the response."""
+
+
+class RewardModelConfig(StrictModel):
+    """``reward.reward_model.*``: a classifier with one output that judges prompt and response as one conversation."""
+
+    enable: bool = False
+    """Score every response with the model. Its score is the reward, unless a function of your own makes one of it."""
+    model_path: UserPath | None = None
+    """Folder or hub id of a sequence-classification model with a tokenizer and a chat template; needed with ``enable``."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision it computes in."""
+    micro_batch_size_per_gpu: int = Field(8, ge=1)
+    """Conversations it judges at once."""
+    max_length: int | None = Field(None, ge=1)
+    """Longest conversation, tokens; a longer one is a failure (``reward.on_failure``). null: what the model's positions
+    allow."""
+    n_gpus_per_node: int = Field(0, ge=0, le=1)
+    """GPUs of its own beside those of trainer and engines; 0: it computes on the CPU."""
+    trust_remote_code: bool = False
+    """Allow code that comes with a hub model."""
+
+
+class OverlongBufferConfig(StrictModel):
+    """``reward.reward_kwargs.overlong_buffer_cfg.*``: less score for responses that come near the limit (DAPO,
+    arXiv:2503.14476)."""
+
+    enable: bool = False
+    """Take the penalty off every training score; validation scores stay as they are."""
+    len: int | None = Field(None, ge=1)
+    """Tokens before ``max_resp_len`` over which the penalty grows from 0 to ``penalty_factor``; needed with ``enable``."""
+    penalty_factor: float = Field(1.0, ge=0)
+    """The penalty of a response of ``max_resp_len`` tokens, in units of reward."""
+    log: bool = False
+    """Write columns ``overlong_reward`` and ``overlong`` beside each sample's score in ``trainer.rollout_data_dir``."""
+
+
+class RewardKwargsConfig(StrictModel):
+    """``reward.reward_kwargs.*``."""
+
+    max_resp_len: int | None = Field(None, ge=1)
+    """Length at which the overlong penalty is full, tokens; null: ``data.max_response_length``."""
+    overlong_buffer_cfg: OverlongBufferConfig = OverlongBufferConfig()
+    """Overlong penalty."""
+
+
+class RewardConfig(StrictModel):
+    """``reward.*``."""
+
+    custom_reward_function: CustomRewardFunctionConfig = CustomRewardFunctionConfig()
+    """A function of your own."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """A model that judges responses."""
+    reward_kwargs: RewardKwargsConfig = RewardKwargsConfig()
+    """What changes a score after the reward function."""
+    num_workers: int | None = Field(None, ge=1)
+    """Processes that call a function of your own, or compare built-in mathematics; null: one per core, at most 8."""
+    timeout_seconds: float = Field(60.0, gt=0)
+    """Longest time of one call, in seconds; then its process is killed and replaced, and the sample has failed."""
+    memory_limit_megabytes: int | None = Field(None, ge=256)
+    """Address space of one such process, MiB; a call that needs more has failed. null: no limit."""
+    on_failure: Literal["stop", "score"] = "stop"
+    """What happens when a response cannot be scored: a call that raises, hangs, kills its process or returns no number.
+    ``stop``: the run stops with a message that names the sample; ``score``: the sample gets ``failure_score`` and
+    counts as not right where there is an accuracy. Built-in mathematics that finds no end, or cannot read the row's ground
+    truth, is a wrong answer either way, and one such row is named a step. ``reward/failed_fraction`` counts all of these."""
+    failure_score: float | None = Field(None, allow_inf_nan=False)
+    """The score of a failed sample with ``on_failure=score``, which needs it; refused otherwise."""
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if (self.on_failure == "score") != (self.failure_score is not None):
+            raise ValueError(
+                "reward.failure_score belongs to reward.on_failure=score, which needs it; got "
+                f"on_failure={self.on_failure} and failure_score={self.failure_score}"
+            )
+        if self.reward_model.enable != (self.reward_model.model_path is not None):
+            raise ValueError(
+                "reward.reward_model.model_path belongs to reward.reward_model.enable=True, which needs it; got "
+                f"enable={self.reward_model.enable} and model_path={self.reward_model.model_path}"
+            )
+        return self

@@ -1,0 +1,70 @@
+"""Code of the user's own that a configuration names: functions by ``module:function``, and Python files."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Generic, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class NamedFunctions(Generic[Function]):
+    """Functions of one kind by name. Other names are looked up as ``module:function``."""
+
+    def __init__(self, kind: str, key: str, aliases: Mapping[str, str] | None = None) -> None:
+        """``kind`` in words and the configuration's ``key`` are for messages; ``aliases``: further names of some of them."""
+        self._kind, self._key = kind, key
+        self._functions: dict[str, Function] = {}
+        self._aliases = dict(aliases or {})
+
+    def names(self) -> tuple[str, ...]:
+        """All names, aliases last."""
+        return (*self._functions, *self._aliases)
+
+    def register(self, name: str) -> Callable[[Function], Function]:
+        """Decorator: the function below it is known as ``name``. Raises ``ValueError`` when another one has it."""
+
+        def register(function: Function) -> Function:
+            if name in self._aliases or self._functions.get(name, function) is not function:
+                raise ValueError(f"the {self._kind} {name!r} is registered already; choose another name")
+            self._functions[name] = function
+            return function
+
+        return register
+
+    def resolve(self, name: str) -> Function:
+        """The function called ``name``, or imported as ``module:function``. Raises ``ValueError`` when there is none."""
+        registered = self._functions.get(self._aliases.get(name, name))
+        if registered is not None:
+            return registered
+        module_name, separator, function_name = name.partition(":")
+        if not separator:
+            raise ValueError(f"{self._key} must be one of {', '.join(self.names())}, or 'module:function'; got {name!r}")
+        try:
+            function: Function = getattr(importlib.import_module(module_name), function_name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"the {self._kind} {name!r} must name a function in an importable module (is it on PYTHONPATH?): {error}"
+            ) from error
+        return function
+
+
+def load_user_module(path: str, key: str) -> ModuleType:
+    """The module in the file ``path``, which ``key`` of the configuration names; its code runs.
+
+    Raises ``ValueError`` when there is no such file, or when importing it fails.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file() or file.suffix != ".py":
+        raise ValueError(f"{key} must be an existing Python file, got {path!r}.")
+    specification = importlib.util.spec_from_file_location(f"verl_rc_user_{file.stem}", file)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    try:
+        specification.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{key} must be a file that can be imported; {path!r} raised {error!r}.") from error
+    return module

@@ -1,0 +1,204 @@
+"""verl's spellings of what this schema says in another way: moved keys, names of values, defaults that a recipe writes out."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_rc.config.errors import ConfigError, shortened
+from verl_rc.config.run import RunConfig
+from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
+
+MOVED = {
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    "actor_rollout_ref.actor.policy_loss.tau_pos": "actor_rollout_ref.actor.tau_pos",
+    "actor_rollout_ref.actor.policy_loss.tau_neg": "actor_rollout_ref.actor.tau_neg",
+    "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.ref.model.path": "actor_rollout_ref.ref.model_path",
+    "critic.fsdp": "critic.fsdp_config",
+    "critic.model.fsdp_config": "critic.fsdp_config",
+}
+"""Keys and sections of verl, and where their values belong here; also those that verl itself reads no more."""
+
+VALUE_NAMES: dict[tuple[str, Any], Any] = {
+    ("actor_rollout_ref.rollout.nnodes", 0): None,
+    ("actor_rollout_ref.rollout.checkpoint_engine.backend", "naive"): "auto",
+    ("actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"): "broadcast",
+    ("algorithm.filter_groups.max_num_gen_batches", -1): 0,
+}
+"""Values by their names in verl: (key of this schema, value) and what is written here."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A key of verl that another one decides here: it may be given as long as it says the same."""
+
+    holds: Callable[[RunConfig, Any], bool]
+    instead: str
+    """What must hold, and what to write instead."""
+
+
+def _equal(read: Callable[[RunConfig], Any], source: str) -> Agreement:
+    return Agreement(lambda config, value: value is None or value == read(config), f"it always equals {source}; write that")
+
+
+_SAMPLES = _equal(lambda config: config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n")
+_WHOLE_GROUP = Agreement(
+    lambda config, size: size == -1 or (isinstance(size, int) and size >= config.num_ranks),
+    "hybrid sharding is not built, weights are sharded over all trainer ranks; write -1",
+)
+
+AGREEMENTS = {
+    "actor_rollout_ref.actor.rollout_n": _SAMPLES,
+    "actor_rollout_ref.ref.rollout_n": _SAMPLES,
+    "critic.rollout_n": _SAMPLES,
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": _WHOLE_GROUP,
+    "actor_rollout_ref.ref.fsdp_config.fsdp_size": _WHOLE_GROUP,
+    "critic.fsdp_config.fsdp_size": _WHOLE_GROUP,
+    "actor_rollout_ref.rollout.prompt_length": _equal(lambda config: config.data.max_prompt_length, "data.max_prompt_length"),
+    "trainer.max_critic_ckpt_to_keep": _equal(
+        lambda config: config.trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep: both models lie in one checkpoint"
+    ),
+    "actor_rollout_ref.rollout.agent.default_agent_loop": Agreement(
+        lambda config, name: (
+            name in ((None, "tool_agent") if config.actor_rollout_ref.rollout.multi_turn.enable else (None, "single_turn_agent"))
+        ),
+        "there is one loop; write actor_rollout_ref.rollout.multi_turn.enable=True for tool_agent, False for single_turn_agent",
+    ),
+    "reward.reward_manager.name": Agreement(
+        lambda config, name: (
+            name in (None, "dapo")
+            or (name == "naive" and not config.reward.reward_kwargs.overlong_buffer_cfg.enable)
+            or (name == "gdpo" and config.algorithm.adv_estimator == "gdpo")
+        ),
+        "scores come from one place; write dapo (with reward.reward_kwargs.overlong_buffer_cfg), naive (without it), gdpo (with "
+        "algorithm.adv_estimator=gdpo), or drop it",
+    ),
+}
+"""Keys of verl that must agree with the rest of the configuration."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A tree in this schema's keys alone, and what the given keys of verl still demand of the whole configuration."""
+
+    tree: dict[str, Any]
+    demands: list[tuple[str, Any]]
+    """Keys of ``AGREEMENTS`` and their given values."""
+
+    def check(self, config: RunConfig) -> None:
+        """Raise ``ConfigError`` naming every given key that the configuration contradicts."""
+        wrong = [
+            refused_for([shortened(f"{key}={value}")], AGREEMENTS[key].instead)
+            for key, value in self.demands
+            if not AGREEMENTS[key].holds(config, value)
+        ]
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+
+@dataclass(frozen=True)
+class SettledLeaf:
+    """What becomes of one given key."""
+
+    key: str
+    """Where its value belongs in this schema."""
+    value: Any
+    """The value as it is written here."""
+    problem: str | None = None
+    """Why it is refused, and what to write instead; None: it is not."""
+    accepted: bool = False
+    """Whether it says what happens anyway, and is dropped."""
+
+
+def refused_for(given: Sequence[str], reason: str) -> str:
+    """The message about ``key=value`` pairs that are refused for one reason."""
+    return f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} refused: {reason}."
+
+
+def is_verl_key(key: str) -> bool:
+    """Whether ``key`` is one of verl's that ``settle`` knows, or lies below one."""
+    return moved(key) != key or key in AGREEMENTS or refusal_of(key) is not None
+
+
+def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
+    """Where the value of ``key`` belongs according to ``names`` of keys and sections: the key itself unless it moved."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        target = names.get(".".join(parts[:length]))
+        if target is not None:
+            return ".".join([target, *parts[length:]])
+    return key
+
+
+def settle_leaf(given_key: str, given_value: Any, given: Mapping[str, Any]) -> SettledLeaf:
+    """What becomes of one key and its value beside all the ``given`` ones, by their dotted keys."""
+    key = moved(given_key)
+    value = given_value
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        value = VALUE_NAMES.get((key, value), value)
+    if isinstance(value, str) and (key, value) in REFUSED_VALUES:
+        return SettledLeaf(key, value, problem=REFUSED_VALUES[key, value])
+    found = None if key in AGREEMENTS else refusal_of(key)
+    if found is None:
+        return SettledLeaf(key, value, accepted=key != given_key and value is None)
+    section, refusal = found
+    if _is_one_of(value, refusal.accepted) or not _is_on(section, refusal, key, given):
+        return SettledLeaf(key, value, accepted=True)
+    renamed = moved(key, RENAMED)
+    return SettledLeaf(key, value, problem=refusal.reason if renamed == key else f"{refusal.reason}: write {renamed}={value}")
+
+
+def _is_on(section: str, refusal: Refusal, key: str, given: Mapping[str, Any]) -> bool:
+    """Whether the section of ``key`` is turned on, as far as it has a switch."""
+    if refusal.switch is None:
+        return True
+    switch = refusal.switch if "." in refusal.switch else f"{section}.{refusal.switch}"
+    return key == switch or not _is_one_of(given.get(switch), (*refusal.accepted, False, None))
+
+
+def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
+    return any(type(value) is type(one) and value == one for one in accepted)
+
+
+def settle(given: Mapping[str, Any]) -> Settled:
+    """Rewrite a tree of given values in this schema's keys: moved ones go to their place, accepted defaults are dropped.
+
+    Raises ``ConfigError`` naming every key and value that is refused.
+    """
+    leaves = dict(_leaves(given))
+    tree: dict[str, Any] = {}
+    demands: list[tuple[str, Any]] = []
+    refused: dict[str, list[str]] = {}
+    twice: list[str] = []
+    for key, value in leaves.items():
+        leaf = settle_leaf(key, value, leaves)
+        if leaf.problem is not None:
+            refused.setdefault(leaf.problem, []).append(shortened(f"{key}={value}"))
+        elif leaf.key in AGREEMENTS:
+            demands.append((leaf.key, leaf.value))
+        elif leaf.key != key and leaves.get(leaf.key, value) != value:
+            twice.append(f"{key}={value} and {leaf.key}={leaves[leaf.key]} are one option; give it once.")
+        elif not leaf.accepted:
+            _put(tree, leaf.key, leaf.value)
+    problems = [refused_for(given_values, reason) for reason, given_values in refused.items()]
+    if problems or twice:
+        raise ConfigError("\n".join(problems + twice))
+    return Settled(tree, demands)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *path, leaf = key.split(".")
+    for part in path:
+        tree = tree.setdefault(part, {})
+    tree[leaf] = value

@@ -1,0 +1,235 @@
+"""Recipes, overrides and run files of verl, of any release since August 2025, as overrides of this project."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_rc.config.errors import shortened
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.config.verl.keys import moved, settle_leaf
+from verl_rc.config.verl.refused import RENAMED
+from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, import_legacy, is_legacy_key
+
+SUFFIX = ".sh"
+_SECONDS = 20
+_STARTERS = ("python", "python3", "ray", "torchrun")
+"""Programs that recipes start a trainer with; the record takes their places."""
+_HARMLESS = ("basename", "cat", "cut", "date", "dirname", "env", "expr", "nohup", "nproc", "realpath", "seq", "tr", "wc")
+"""Programs that recipes fill their variables with, or call others through; by themselves they read and print."""
+_RECORDER = """#!{bash}
+printf '%s\\0' "$@" >> '{record}'
+printf '\\n\\0' >> '{record}'
+"""
+_PRELUDE = """command_not_found_handle() { return 0; }
+export -f command_not_found_handle
+"""
+"""Every other program that is called by its name does nothing, and succeeds."""
+
+
+def is_recipe_script(argument: str) -> bool:
+    """Whether a command line's argument is a shell script rather than ``key=value``."""
+    return argument.endswith(SUFFIX) and "=" not in argument
+
+
+def arguments_of_script(script: str, further: Sequence[str] = ()) -> list[str]:
+    """The overrides and options that ``script``, called with ``further``, would start ``main_ppo`` with.
+
+    A shell expands variables, conditions and arrays, and it is the script's own: read only scripts that you would start. Python,
+    Ray and all else that is called by its name are replaced by programs that write their arguments down or do nothing. Raises
+    ``ValueError`` for a script that is not there, starts no ``main_ppo`` or more than one, or does not end.
+    """
+    if not Path(script).is_file():
+        raise ValueError(f"a recipe must be an existing shell script, got {script!r}: there is no such file")
+    calls = [call for call in map(_trainer_call, _recorded(script, further)) if call is not None]
+    trainers = [arguments for module, arguments in calls if module.endswith(".main_ppo")]
+    if len(trainers) != 1:
+        modules = ", ".join(module for module, _ in calls) or "nothing with `python -m`"
+        raise ValueError(f"{script} must start main_ppo once, but it starts {modules}; pass the overrides of one run themselves")
+    return trainers[0]
+
+
+def _recorded(script: str, further: Sequence[str]) -> list[list[str]]:
+    """The arguments of every program in ``_STARTERS`` that the script calls."""
+    bash = shutil.which("bash")
+    if bash is None:
+        raise ValueError("a shell script can be read only where there is a bash; pass the overrides themselves")
+    with tempfile.TemporaryDirectory() as folder:
+        record, prelude, programs = Path(folder) / "record", Path(folder) / "prelude", Path(folder) / "programs"
+        record.touch()
+        prelude.write_text(_PRELUDE, encoding="utf-8")
+        programs.mkdir()
+        for name in _STARTERS:
+            (programs / name).write_text(_RECORDER.format(bash=bash, record=record), encoding="utf-8")
+            (programs / name).chmod(0o700)
+        for name in ("bash", "sh"):
+            (programs / name).symlink_to(bash)
+        for name in _HARMLESS:
+            if (program := shutil.which(name)) is not None:
+                (programs / name).symlink_to(program)
+        environment = {**os.environ, "PATH": str(programs), "BASH_ENV": str(prelude), "PYTHON": "python"}
+        command = [bash, script, *further]
+        try:
+            ended = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"{script} must end by itself, but did not within {_SECONDS} s; pass the overrides") from error
+        text = record.read_text(encoding="utf-8")
+    calls = [call.split("\0")[:-1] for call in text.split("\n\0")[:-1]]
+    if not calls and ended.returncode:
+        said = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
+        raise ValueError(f"{script} must be a script that a bash can run, but it ended with: {said[-1]}")
+    return calls
+
+
+def _trainer_call(call: Sequence[str]) -> tuple[str, list[str]] | None:
+    """Module and arguments of ``python -m module arguments``, also behind ``ray job submit … --``."""
+    for position, argument in enumerate(call[:-1]):
+        if argument == "-m" and re.fullmatch(r"[\w.]+", call[position + 1]):
+            return call[position + 1], list(call[position + 2 :])
+    return None
+
+
+_SECTION = "algorithm.rollout_correction"
+_OWN_LEAVES = set(RolloutCorrectionConfig.model_fields) - set(VERLS_FIELDS)
+"""Fields that no release of verl has: there is nothing to translate."""
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What to write instead, and why."""
+
+    overrides: list[str]
+    """``key=value`` of this project; values as a shell hands them to Hydra."""
+    notes: list[str]
+    """One sentence for everything that changed, was dropped or is refused."""
+
+    def command_line(self) -> str:
+        """The overrides, ready to paste into a shell."""
+        return " ".join(shlex.quote(override) for override in self.overrides)
+
+    def recipe(self) -> str:
+        """A shell script that starts the run; further arguments win."""
+        lines = ["exec python -m verl_rc.main_ppo", *map(_quoted, self.overrides), '"$@"']
+        start = " \\\n    ".join(lines)
+        return f"#!/usr/bin/env bash\nset -euo pipefail\n\n{start}\n"
+
+
+def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) -> Migration:
+    """Translate ``key=value`` overrides, YAML run files and shell scripts, given in any order; later ones win.
+
+    ``options`` are ``era`` and ``k1_bound_convention`` of ``import_legacy``, for keys that do not tell. Raises ``ValueError`` for
+    what is neither an override nor a file, and for correction settings that no release accepted.
+    """
+    given = dict(pair for argument in _with_scripts_read(arguments) for pair in _read(argument))
+    correction = {key: value for key, value in given.items() if is_correction_key(key)}
+    overrides, notes = [], []
+    for key, value in given.items():
+        if key in correction:
+            continue
+        here = moved(key, RENAMED)
+        settled = settle_leaf(here, value, given)
+        if settled.problem is not None:
+            notes.append(f"{key} is left out: {settled.problem}.")
+        elif settled.accepted:
+            notes.append(f"{key}={value} is left out: it says what happens anyway.")
+        else:
+            if settled.key != key:
+                notes.append(f"{key} is {settled.key} here.")
+            overrides.append(f"{settled.key}={_plain(settled.value)}")
+    if correction:
+        preset = correction.pop(f"{_SECTION}.preset", None)
+        if preset is not None:
+            overrides.append(f"{_SECTION}.preset={preset}")
+    if correction:
+        fields, found = import_legacy({**correction, **(options or {})})
+        overrides += [f"{_SECTION}.{name}={_plain(value)}" for name, value in fields.items()]
+        notes += found
+    return Migration(overrides, notes)
+
+
+def legacy_translation(overrides: Sequence[str]) -> str | None:
+    """A message with the translation when ``overrides`` hold correction keys of an earlier release; None when they hold none."""
+    pairs = [(key.lstrip("+"), value) for key, _, value in (override.partition("=") for override in overrides)]
+    legacy = [f"{key}={value}" for key, value in pairs if is_legacy_key(key)]
+    if not legacy:
+        return None
+    named = ", ".join(shortened(pair) for pair in legacy)
+    try:
+        migration = migrate([f"{key}={value}" for key, value in pairs if is_correction_key(key)])
+    except ValueError as error:
+        return f"{named} cannot be translated from an earlier verl release: {error}."
+    notes = " ".join(migration.notes)
+    if not migration.overrides:
+        return f"{named}: keys of an earlier verl release. Drop them, nothing stands for them here ({notes})."
+    return f"{named}: keys of an earlier verl release. Write instead:\n  {migration.command_line()}\n({notes})"
+
+
+def is_correction_key(key: str) -> bool:
+    """Whether a key says how rollout and trainer are corrected, in any release."""
+    return is_legacy_key(key) or (key.startswith(f"{_SECTION}.") and key.removeprefix(f"{_SECTION}.") not in _OWN_LEAVES)
+
+
+def _with_scripts_read(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments, those of a shell script in its place. Its Hydra options are left out: they name verl's own defaults."""
+    for argument in arguments:
+        if is_recipe_script(argument):
+            yield from (found for found in arguments_of_script(argument) if "=" in found and not found.startswith("--"))
+        else:
+            yield argument
+
+
+def _read(argument: str) -> Iterator[tuple[str, Any]]:
+    """Keys and values of an override or of a file."""
+    key, is_override, value = argument.partition("=")
+    if is_override:
+        yield key.lstrip("+"), _value(key, value)
+        return
+    try:
+        tree = yaml.safe_load(Path(argument).read_text(encoding="utf-8"))
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
+        reason = shortened(" ".join(str(error).split()))
+        raise ValueError(
+            f"an argument must be key=value, a YAML file or a shell script, got {shortened(argument)!r}: {reason}"
+        ) from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{argument} must hold a mapping of keys, got {type(tree).__name__}")
+    yield from _flatten(tree, "")
+
+
+def _value(key: str, text: str) -> Any:
+    """An override's value; thresholds stay text, because 0.5_5 is no number."""
+    if key.endswith(("threshold", "rollout_rs")):
+        return text.strip("'\"") if text not in ("null", "None") else None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and not str(name).endswith("threshold"):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _quoted(override: str) -> str:
+    """One word of a shell, in the quotes that are easiest to read."""
+    if "'" in override and not set('"$`\\\\!') & set(override):
+        return f'"{override}"'
+    return shlex.quote(override)
+
+
+def _plain(value: object) -> str:
+    return "null" if value is None else str(value)

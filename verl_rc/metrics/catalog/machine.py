@@ -1,0 +1,117 @@
+"""Where time and memory go: seconds per stage, milliseconds per token, throughput, and what each weight sync sent."""
+
+from verl_rc.metrics.catalog.spec import MetricSpec
+
+_STAGES = {
+    "gen": "sampling the responses",
+    "gen_max": "sampling one greedy response per prompt (remax)",
+    "reward": "scoring the responses",
+    "old_log_prob": "log-probs under the proximal policy",
+    "ref": "log-probs under the reference policy",
+    "values": "the critic's values",
+    "adv": "rollout correction, advantages and guards on the driver",
+    "correction_statistics": "the extra no-gradient pass that some corrections need before the loss",
+    "update_critic": "the critic's update",
+    "update_actor": "the actor's update",
+    "update_weights": "sending the new weights to the engines, with proof of arrival",
+    "sync_canary": "generating and checking canary tokens",
+    "testing": "validation",
+    "save_checkpoint": "writing a checkpoint (the part the loop waits for)",
+    "dump_rollout_generations": "writing rollouts to disk",
+}
+_BUSY = ("gen", "gen_max", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+"""Stages in which workers compute."""
+_PER_TOKEN = {
+    "gen": "response tokens",
+    "ref": "all tokens",
+    "values": "all tokens",
+    "adv": "all tokens",
+    "update_critic": "all tokens",
+    "update_actor": "all tokens",
+}
+
+TIME = (
+    MetricSpec("timing_s/step", "s", "wall-clock seconds of the whole step", emitted_by="driver"),
+    *(MetricSpec(f"timing_s/{stage}", "s", f"{what}: wall clock", emitted_by="driver") for stage, what in _STAGES.items()),
+    *(
+        MetricSpec(
+            f"timing_busy_s/{stage}", "s", f"{_STAGES[stage]}: seconds the slowest worker itself computed", emitted_by="driver"
+        )
+        for stage in _BUSY
+    ),
+    *(
+        MetricSpec(f"timing_per_token_ms/{stage}", "ms", f"1000 · timing_s/{stage} / {tokens}", emitted_by="driver")
+        for stage, tokens in _PER_TOKEN.items()
+    ),
+    MetricSpec("perf/total_num_tokens", "tokens", "Σ prompt and response tokens of the step", emitted_by="ppo"),
+    MetricSpec("perf/time_per_step", "s", "= timing_s/step", emitted_by="driver"),
+    MetricSpec(
+        "perf/throughput",
+        "tokens/s",
+        "perf/total_num_tokens / (timing_s/step · devices of all pools)",
+        emitted_by="driver",
+    ),
+    MetricSpec(
+        "perf/useful_tokens_per_second",
+        "tokens/s",
+        "ledger/trained_tokens / timing_s/step, all devices together",
+        emitted_by="driver",
+    ),
+    MetricSpec(
+        "perf/rollout_tokens_per_second", "tokens/s", "tokens sampled / seconds the slowest engine computed", emitted_by="driver"
+    ),
+    MetricSpec(
+        "perf/cpu_memory_used_gb",
+        "GiB",
+        "memory of the machine that new processes cannot have, after the actor's update; the largest over its ranks",
+        emitted_by="workers",
+    ),
+    MetricSpec(
+        "perf/max_memory_allocated_gb",
+        "GiB",
+        "most memory of a GPU that the actor's tensors ever took, the largest over its ranks",
+        emitted_by="workers",
+    ),
+    MetricSpec(
+        "perf/max_memory_reserved_gb",
+        "GiB",
+        "most memory of a GPU that the actor's allocator ever held, the largest over its ranks",
+        emitted_by="workers",
+    ),
+    MetricSpec(
+        "perf/overhead_fraction",
+        "1",
+        "share of the step in which no worker computed: 1 − (Σ timing_busy_s + timing_s of reward, testing and save_checkpoint) "
+        "/ timing_s/step, at least 0",
+        (None, 0.1),
+        "driver",
+    ),
+)
+"""Entries of this room."""
+
+
+SYNC = tuple(
+    MetricSpec(name, unit, formula, healthy, "driver")
+    for name, unit, formula, healthy in (
+        ("sync/bytes", "bytes", "Σ size of the tensors sent", None),
+        ("sync/tensors", "1", "number of tensors sent; equals the manifest's", None),
+        (
+            "sync/canary_mean_gap",
+            "nats",
+            "mean over generated canary tokens of |trainer − rollout log-prob|, of the engine where it is largest",
+            None,
+        ),
+        ("sync/canary_max_gap", "nats", "largest |trainer − rollout log-prob| over generated canary tokens", None),
+        (
+            "sync/rollout_gap_mean",
+            "nats",
+            "mean over response tokens of |proximal − rollout log-prob|, before the update",
+            None,
+        ),
+        ("sync/rollout_gap_max", "nats", "largest of the same", None),
+        ("recovery/engines_replaced", "1", "engines that died or hung since the last step logged; replaced", (None, 0.0)),
+        ("recovery/requests_reissued", "1", "requests that such an engine owed; its successor answered them", (None, 0.0)),
+        ("sync/gap_limit", "nats", "mean gap above which the run stops: a fault, not rounding", None),
+    )
+)
+"""Entries of this room."""

@@ -1,0 +1,117 @@
+"""What was sampled: how the step's batch was put together, where every token went, and how good held-out samples are."""
+
+from verl_rc.metrics.catalog.spec import MetricSpec, spread
+
+_LENGTHS = (
+    *spread("response_length", "tokens", "sequences of the response's length", "ppo"),
+    MetricSpec("response_length/clip_ratio", "1", "share of responses that reached data.max_response_length", (0, 0.1), "ppo"),
+    MetricSpec("response_length/overlong_ratio", "1", "share of responses that the overlong penalty touches", (0, 0.3), "driver"),
+    *spread("prompt_length", "tokens", "sequences of the prompt's length", "ppo"),
+    MetricSpec("prompt_length/clip_ratio", "1", "share of prompts that reached data.max_prompt_length", (0, 0.1), "ppo"),
+    *spread("num_turns", "1", "sequences of the number of messages: the prompt, the policy's turns, the tools' answers", "ppo"),
+    *spread("tool_call_counts", "1", "sequences of the number of tool calls", "ppo"),
+    *spread("global_seqlen", "tokens", "sequences of prompt plus response length", "ppo"),
+)
+_TRAINING = (
+    MetricSpec("training/global_step", "1", "number of the step, from 1", emitted_by="driver"),
+    MetricSpec("training/epoch", "1", "passes over the training data completed, from 0", emitted_by="driver"),
+    MetricSpec("training/rollout_probs_diff_valid", "1", "1 if there was a response token to compare, else 0", (1, 1), "ppo"),
+    MetricSpec(
+        "training/rollout_probs_diff_mean",
+        "1",
+        "mean over response tokens of |exp(old log-prob) − exp(rollout log-prob)|",
+        (0, 0.005),
+        "ppo",
+    ),
+    MetricSpec("training/rollout_probs_diff_max", "1", "largest such difference", emitted_by="ppo"),
+    MetricSpec("training/rollout_probs_diff_std", "1", "its population standard deviation", emitted_by="ppo"),
+    MetricSpec(
+        "training/rollout_actor_probs_pearson_corr",
+        "1",
+        "correlation over response tokens of the two probabilities",
+        (0.99, 1),
+        "ppo",
+    ),
+    MetricSpec(
+        "training/filter_groups/evicted_samples",
+        "1",
+        "samples dropped because their group had one score only",
+        emitted_by="driver",
+    ),
+    MetricSpec(
+        "training/filter_groups/discarded_surplus_samples",
+        "1",
+        "samples beyond the batch size after filtering",
+        emitted_by="driver",
+    ),
+    MetricSpec("training/filter_groups/gen_batches", "1", "batches of prompts sampled for the step", emitted_by="driver"),
+    MetricSpec(
+        "training/filter_groups/informative_ratio",
+        "1",
+        "share of the prompts sampled whose samples differ in filter_groups.metric",
+        emitted_by="driver",
+    ),
+    MetricSpec(
+        "training/filter_groups/sampled_score_mean",
+        "reward",
+        "mean score over all samples of the step, before the filter",
+        emitted_by="driver",
+    ),
+)
+
+BATCH = (*_LENGTHS, *_TRAINING)
+"""Entries of this room."""
+
+
+_TOKENS = {
+    "sampled": ("tokens that the policy sampled for the step's training; the sum of all accounts", None),
+    "trained": ("tokens in the loss of an optimizer step that was taken (first epoch)", None),
+    "rejected": ("tokens left out by rollout correction (bypass mode: in the first epoch)", None),
+    "nonfinite": ("tokens in an optimizer step left out because its gradient was not finite", (0, 0)),
+    "withheld": ("tokens of a batch that the actor did not train on: critic warm-up, or an alert", None),
+    "filtered": ("tokens of prompts that algorithm.filter_groups dropped", None),
+    "surplus": ("tokens of prompts beyond data.train_batch_size after filtering", None),
+    "baseline": ("tokens of greedy responses that serve as a baseline only (remax)", None),
+}
+_PROMPTS = {
+    "sampled": "prompts sampled for the step; the sum of the others",
+    "in_batch": "prompts that the step's batch consists of",
+    "filtered": "prompts that algorithm.filter_groups dropped",
+    "surplus": "prompts beyond data.train_batch_size after filtering",
+}
+
+ACCOUNTING = (
+    *(MetricSpec(f"ledger/{account}_tokens", "tokens", what, healthy, "ppo") for account, (what, healthy) in _TOKENS.items()),
+    *(MetricSpec(f"ledger/prompts_{account}", "1", what, emitted_by="ppo") for account, what in _PROMPTS.items()),
+    MetricSpec("alerts/mismatch", "1", "1 in a step with k3_kl above trainer.alerts.mismatch_limit", (0, 0), "driver"),
+    MetricSpec("alerts/reward_collapse", "1", "1 in a step at which the mean score has collapsed", (0, 0), "driver"),
+    MetricSpec("alerts/withheld_updates", "1", "1 in a step whose updates an alert left out", (0, 0), "driver"),
+)
+"""Entries of this room."""
+
+
+_DRAWN = "of n samples drawn with replacement from the prompt's"
+_AGGREGATES = {
+    "mean@{n}": "mean over prompts of the mean of their n samples",
+    "std@{n}": "mean over prompts of the standard deviation (n − 1) of their n samples",
+    "best@{n}/mean": f"mean over prompts of the expected best {_DRAWN}",
+    "best@{n}/std": f"mean over prompts of the standard deviation of the best {_DRAWN}",
+    "worst@{n}/mean": f"mean over prompts of the expected worst {_DRAWN}",
+    "worst@{n}/std": f"mean over prompts of the standard deviation of the worst {_DRAWN}",
+    "maj@{n}/mean": f"mean over prompts of the expected value of the most frequent `pred` {_DRAWN}",
+    "maj@{n}/std": f"mean over prompts of the standard deviation of the value of the most frequent `pred` {_DRAWN}",
+}
+_CORE = ("mean@{n}", "best@{n}/mean", "maj@{n}/mean")
+
+VALIDATION = (
+    *(
+        MetricSpec(f"val-core/{{data_source}}/{variable}/{aggregate}", unit, _AGGREGATES[aggregate], emitted_by="driver")
+        for variable, unit in (("acc", "1"), ("reward", "reward"))
+        for aggregate in _CORE
+    ),
+    *(
+        MetricSpec(f"val-aux/{{data_source}}/{{variable}}/{aggregate}", "of the variable", formula, emitted_by="driver")
+        for aggregate, formula in _AGGREGATES.items()
+    ),
+)
+"""Entries of this room."""

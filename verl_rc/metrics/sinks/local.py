@@ -1,0 +1,226 @@
+"""What every sink can do, and the two that need nothing else: the console, and JSON lines in the run's folder."""
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+Cell = str | int | float | bool | None
+"""One cell of a table."""
+
+
+class MetricSink(Protocol):
+    """Shows or stores what a run reports. A sink ignores what it has no way to show."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Takes the reduced metrics of one step."""
+        ...
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
+        """Takes a table, such as validation samples; every row has one cell a column."""
+        ...
+
+    def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
+        """Takes a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
+        ...
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Tells whoever watches that something is wrong; rarely called. ``text`` may have several lines."""
+        ...
+
+    def close(self) -> None:
+        """Writes out what is pending; nothing may be logged afterwards."""
+        ...
+
+
+_WATCHED: tuple[tuple[str, str, str], ...] = (
+    ("reward", "critic/score/mean", ".3f"),
+    ("len", "response_length/mean", ".1f"),
+    ("pg_loss", "actor/pg_loss", ".3g"),
+    ("grad", "actor/grad_norm", ".3g"),
+    ("ESS", "rollout_corr/rollout_is_eff_sample_size", ".3f"),
+    ("|gap|", "sync/rollout_gap_mean", ".2g"),
+    ("rejected", "rollout_corr/rollout_rs_masked_fraction", ".1%"),
+)
+_HEADLINE_PREFIX = "val-core/"
+_NUM_STEPS_FOR_ETA = 20
+
+
+class ConsoleSink:
+    """Writes to standard output. Tables and histograms are left to the other sinks."""
+
+    def __init__(self, total_steps: int, console: Console | None = None) -> None:
+        """``total_steps`` of the run, for the bar and the time left; ``console`` for output elsewhere."""
+        self._console = console or Console()
+        self._total_steps = total_steps
+        self._step_seconds: deque[float] = deque(maxlen=_NUM_STEPS_FOR_ETA)
+        self._last_logged = time.monotonic()
+        self._progress: Progress | None = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Writes one line; moves the bar."""
+        now = time.monotonic()
+        seconds = metrics.get("timing_s/step", now - self._last_logged)
+        self._last_logged = now
+        if step > 0:
+            self._step_seconds.append(seconds)
+        line = self._line(metrics, step, seconds)
+        if self._console.is_terminal:
+            self._move_bar(step)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
+        """Shows nothing."""
+
+    def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
+        """Shows nothing."""
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Writes a line for each line of ``text``."""
+        for line in text.splitlines():
+            self._console.print(f"warning: {title}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _line(self, metrics: Mapping[str, float], step: int, seconds: float) -> str:
+        parts = [f"step {step}/{self._total_steps}"]
+        parts += [f"{label} {metrics[name]:{form}}" for label, name, form in _WATCHED if name in metrics]
+        tokens = metrics.get("perf/total_num_tokens")
+        if tokens is not None and seconds > 0:
+            parts.append(f"{tokens / seconds:,.0f} tok/s")
+        parts += [_headline(name, value) for name, value in sorted(metrics.items()) if name.startswith(_HEADLINE_PREFIX)]
+        parts.append(f"{seconds:.1f} s")
+        if 0 < step < self._total_steps:
+            parts.append(f"ETA {_clock(statistics.mean(self._step_seconds) * (self._total_steps - step))}")
+        return "  ".join(parts)
+
+    def _move_bar(self, step: int) -> None:
+        if self._progress is None:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.add_task("training", total=self._total_steps)
+            self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=step)
+
+
+def _headline(name: str, value: float) -> str:
+    """``val-core/digits/sort/acc/mean@1`` -> ``val digits/sort acc 0.412``; other statistics keep their name."""
+    words = name.removeprefix(_HEADLINE_PREFIX).replace("/acc/", " acc ").removesuffix(" mean@1")
+    return f"val {words} {value:.3f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+Record = dict[str, object]
+_FILES = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl")
+_REPLACED = ".replaced.jsonl"
+
+
+class JsonlSink:
+    """Writes ``metrics.jsonl``, ``histograms.jsonl``, ``alerts.jsonl`` and ``tables/<name>.jsonl``, flushed line by line.
+
+    The lines are strict JSON: a number that is not finite becomes the string ``"NaN"``, ``"Infinity"`` or
+    ``"-Infinity"``, which ``float`` reads back. A resumed run continues the files: no step is in them twice.
+    """
+
+    def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
+        """Files appear with their first line, ``run_dir`` with the first file.
+
+        ``steps_done``: steps that the run goes on after, 0 for a new one. Lines of later steps, which it repeats, move to
+        ``<name>.replaced.jsonl``.
+        """
+        self._run_dir = run_dir
+        self._files: dict[str, IO[str]] = {}
+        for path in [run_dir / name for name in _FILES] + sorted(run_dir.glob("tables/*.jsonl")):
+            if path.exists() and not path.name.endswith(_REPLACED):
+                _set_aside_later_steps(path, steps_done)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Appends one line ``{"step": …, name: value, …}``."""
+        self._append("metrics.jsonl", {"step": step, **{name: _json_number(value) for name, value in metrics.items()}})
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
+        """Appends one line a row to ``tables/<name>.jsonl``; a slash in the name becomes a hyphen."""
+        for row in rows:
+            cells = (_json_number(cell) if isinstance(cell, float) else cell for cell in row)
+            self._append(f"tables/{name.replace('/', '-')}.jsonl", {"step": step, **dict(zip(columns, cells, strict=True))})
+
+    def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
+        """Appends one line ``{"step", "name", "edges", "counts"}``."""
+        self._append(
+            "histograms.jsonl",
+            {
+                "step": step,
+                "name": name,
+                "edges": list(map(_json_number, edges)),
+                "counts": list(map(_json_number, counts)),
+            },
+        )
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Appends one line ``{"step", "title", "text"}`` to ``alerts.jsonl``."""
+        self._append("alerts.jsonl", {"step": step, "title": title, "text": text})
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _append(self, relative_path: str, record: Record) -> None:
+        if relative_path not in self._files:
+            path = self._run_dir / relative_path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[relative_path] = path.open("a", encoding="utf-8")
+        try:
+            self._files[relative_path].write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+            self._files[relative_path].flush()
+        except OSError:
+            with suppress(OSError):  # what did not fit the disk is tried again when the file is closed
+                self._files.pop(relative_path).close()
+            raise
+
+
+def _json_number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _set_aside_later_steps(path: Path, steps_done: int) -> None:
+    """Make ``path`` end after ``steps_done`` steps; the lines after them are moved. A crash at any moment loses no line."""
+    kept: list[str] = []
+    later: list[str] = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            (kept if steps_done > 0 and _is_of_step_up_to(steps_done, line) else later).append(line)
+    if not later:
+        return
+    with path.with_suffix(_REPLACED).open("a", encoding="utf-8") as replaced:
+        replaced.writelines(line.rstrip("\n") + "\n" for line in later)
+    beside = path.with_suffix(".partial")
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
+
+
+def _is_of_step_up_to(last_step: int, line: str) -> bool:
+    """False also for a line that a killed run left half-written."""
+    try:
+        return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
+    except (ValueError, KeyError, TypeError):
+        return False

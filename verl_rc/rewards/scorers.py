@@ -1,0 +1,147 @@
+"""The built-in scorers: exact text, the last answer of a conversation, grade-school and competition mathematics."""
+
+import logging
+import re
+from decimal import Decimal, InvalidOperation
+from functools import cache
+from typing import Any
+
+
+def exact_match(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """Score 1.0 when ``solution_str`` without blanks at its ends equals ``ground_truth``, else 0.0."""
+    answer = solution_str.strip()
+    right = float(answer == str(ground_truth).strip())
+    return {"score": right, "acc": right, "pred": answer}
+
+
+def last_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """Score 1.0 when the text behind the last ``=`` of ``solution_str`` (all of it, if there is none) is ``ground_truth``.
+
+    The chat template of scripts/make_tiny_model.py puts an equals sign before every turn of the policy. So only the last turn
+    is judged, and a tool's answer that the policy does not give as its own is worth nothing.
+    """
+    return exact_match(solution_str.rpartition("=")[2], ground_truth)
+
+
+_ANSWER = re.compile(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
+
+
+def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """Score 1.0 when the last number written after ``####`` equals ``ground_truth`` as a number, else 0.0.
+
+    Thousands separators and a dollar sign are ignored; a response without ``####`` is wrong whatever numbers it holds.
+    Raises ``ValueError`` when ``ground_truth`` is no number.
+    """
+    expected = _as_number(str(ground_truth))
+    if expected is None:
+        raise ValueError(f"the ground truth of a GSM8K problem must be a number, got {ground_truth!r}.")
+    found = _ANSWER.findall(solution_str)
+    answer = found[-1].replace(",", "") if found else None
+    right = float(answer is not None and _as_number(answer) == expected)
+    return {"score": right, "acc": right, "pred": answer}
+
+
+def _as_number(text: str) -> Decimal | None:
+    """The number that ``text`` is, or that follows its ``####``; None when it is none."""
+    try:
+        number = Decimal(text.rpartition("####")[2].strip().lstrip("$").replace(",", ""))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+_DAPO_TAIL = 300
+_DAPO_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+_BLANKS = r"(?:\s|\\[ ,;:!])*"
+_UNITS = r"dollars?|points?|integers?|weeks?|foot|centimeters?|(?:mm|cm|km|m|in|ft)\s*\^\s*\{?[23]\}?"
+_IGNORED = re.compile(
+    "|".join(
+        [
+            rf"{_BLANKS}(?:\\?%|\\text\{{\s*percent\s*\}}|\bpercent\b)",
+            rf"{_BLANKS}(?:\^?\{{?\\(?:text)?degree(?![a-zA-Z])\}}?|°)",
+            rf"(?<=[0-9}}]){_BLANKS}(?:{_UNITS})$",
+        ]
+    )
+)
+"""Percent signs, degree signs and units that verl's scorers ignore and math-verify, inside ``\\boxed{}``, stumbles over."""
+_NUMBER_AS_TEXT = re.compile(r"\\text(?:bf)?\{\s*([-+]?[0-9.,]+)\s*\}")
+
+
+def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """Score 1.0 when the last ``\\boxed{}`` of ``solution_str`` means the same as ``ground_truth``, else 0.0.
+
+    Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. Percent and degree signs are
+    ignored as in verl's scorers: 50 % is 50, and not 0.5. It need not come to an end, and has no time limit here: call it in
+    a process that can be killed.
+    Raises ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
+    """
+    answer = last_boxed(solution_str)
+    right = float(_means_the_same(answer, str(ground_truth)))
+    return {"score": right, "acc": right, "pred": answer}
+
+
+def dapo_math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """Score +1.0 when right and -1.0 when wrong (DAPO, arXiv:2503.14476).
+
+    The answer is what follows the last ``Answer:`` within the last 300 characters, in a ``\\boxed{}`` or not; without
+    ``Answer:`` it is the last ``\\boxed{}`` there. Equality as in ``math_answer``.
+    Raises ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
+    """
+    tail = solution_str[-_DAPO_TAIL:]
+    marked = _DAPO_ANSWER.findall(tail)
+    answer = last_boxed(marked[-1] if marked else tail)
+    if answer is None and marked:
+        answer = marked[-1].strip().strip("$").strip()
+    right = _means_the_same(answer, str(ground_truth))
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last ``\\boxed{}`` or ``\\fbox{}`` of ``text``; None without one or when it is not closed.
+
+    ``\\boxed 7``, without braces, holds what comes before the next blank or dollar sign.
+    """
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)(?:\s*\{|\s+([^\s${]+))", text))
+    if not boxes:
+        return None
+    if boxes[-1][1] is not None:
+        return boxes[-1][1]
+    start, depth = boxes[-1].end(), 1
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position].strip()
+    return None
+
+
+def _means_the_same(answer: str | None, ground_truth: str) -> bool:
+    """Whether ``answer`` (None: there is none) is right; looks at ``ground_truth`` even if there is none."""
+    if answer == ground_truth.strip() != "":
+        return True
+    verifier = load_verifier()
+
+    def parsed(text: str) -> list[Any]:
+        found: list[Any] = verifier.parse(f"\\boxed{{{_plain(text)}}}", parsing_timeout=None, raise_on_error=False)
+        return found
+
+    truth = last_boxed(ground_truth) or ground_truth.strip()
+    expected = parsed(truth)
+    if all(isinstance(part, str) for part in expected) and not truth.isalpha():  # a word like "true" is compared as text
+        raise ValueError(
+            f"the ground truth of a math problem must be something math-verify can read as mathematics, got {ground_truth!r}."
+        )
+    return answer is not None and bool(verifier.verify(expected, parsed(answer), timeout_seconds=None, raise_on_error=False))
+
+
+def _plain(text: str) -> str:
+    """``text`` without what does not change its meaning."""
+    return _IGNORED.sub("", _NUMBER_AS_TEXT.sub(r"\1", text.replace("~", " ").rstrip(" .\\")))
+
+
+@cache
+def load_verifier() -> Any:
+    """The module math-verify; takes seconds the first time."""
+    import math_verify  # noqa: PLC0415  (loads sympy, a second that only mathematics needs)
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that no time limit is set
+    return math_verify

@@ -1,0 +1,238 @@
+"""Tools that a policy may call between its turns: text in, text out, bounded in time."""
+
+import ast
+import importlib
+import json
+import math
+import operator
+import queue
+import reprlib
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from verl_rc.config.errors import nearest_key
+
+
+class ToolError(ValueError):
+    """A call that the tool cannot answer; its message is what the policy reads instead of an answer."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a policy may call."""
+
+    name: str
+    description: str
+    """For the policy: what it does."""
+    parameters: Mapping[str, str]
+    """Name and description of each argument; all are texts, and all must be given."""
+    function: Callable[..., str]
+    """Called with the arguments by name; raises ``ToolError`` for a call that it cannot answer."""
+
+    def schema(self) -> dict[str, Any]:
+        """The description that chat templates take as one of their ``tools`` (OpenAI's function format)."""
+        properties = {name: {"type": "string", "description": text} for name, text in self.parameters.items()}
+        parameters = {"type": "object", "properties": properties, "required": list(properties)}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def call(self, arguments: Mapping[str, Any]) -> str:
+        """The answer, or what is wrong with the call, as text for the policy."""
+        if set(arguments) != set(self.parameters):
+            return f"error: {self.name} takes {json.dumps(list(self.parameters))}, got {json.dumps(sorted(arguments))}"
+        wrong = [name for name, value in arguments.items() if not isinstance(value, str)]
+        if wrong:
+            return f"error: arguments must be texts, {wrong[0]} is not"
+        try:
+            return self.function(**arguments)
+        except ToolError as error:
+            return f"error: {error}"
+
+
+MAX_CHARACTERS = 200
+"""Longest expression. It bounds depth and number of operations, hence the time."""
+MAX_BITS = 256
+"""Largest size of a numerator or denominator, of results between and at the end."""
+MAX_EXPONENT = 64
+"""Largest exponent of a power: what it leads to has at most ``MAX_BITS * MAX_EXPONENT`` bits before it is refused."""
+
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def evaluate_expression(expression: str) -> str:
+    """The value of an expression of numbers, ``+ - * / // % **`` and parentheses; Python's rules of precedence.
+
+    The arithmetic is exact, on fractions of the numbers as written (up to 17 digits): ``0.1+0.2`` is ``0.3``. A value that is
+    no whole number is written as a decimal, rounded to 10 significant digits. Nothing is ever executed: the syntax tree is
+    walked, and anything but numbers and these operators is refused. Work is bounded by the length of the expression and the
+    size of its numbers.
+
+    Raises ``ToolError`` for what is no such expression, has no value, or is too large.
+    """
+    text = expression.strip()
+    if len(text) > MAX_CHARACTERS:
+        raise ToolError(f"at most {MAX_CHARACTERS} characters, got {len(text)}")
+    if not text or not text.isascii():
+        raise ToolError("not an arithmetic expression")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about the expression's style
+            tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ToolError("not an arithmetic expression") from None
+    return _written(_value(tree.body))
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=bool() | complex() | str() | bytes()):
+            raise ToolError("not an arithmetic expression")
+        case ast.Constant(value=int() | float() as number):
+            return _bounded(_exact(node, number))
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _SIGNS:
+            return _SIGNS[type(sign)](_value(operand))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _bounded(_power(_value(left), _value(right)))
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _BINARY:
+            first, second = _value(left), _value(right)
+            if second == 0 and isinstance(operation, ast.Div | ast.FloorDiv | ast.Mod):
+                raise ToolError("division by zero")
+            return _bounded(Fraction(_BINARY[type(operation)](first, second)))
+        case _:
+            raise ToolError("not an arithmetic expression")
+
+
+def _exact(node: ast.Constant, number: int | float) -> Fraction:
+    """A literal as it was written: 0.1 is one tenth, not the nearest binary fraction."""
+    if isinstance(number, int):
+        return Fraction(number)
+    if not math.isfinite(number) or abs(number) > 2.0**MAX_BITS or 0 < abs(number) < 2.0**-MAX_BITS:
+        raise ToolError("a number is too large")
+    return Fraction(repr(number))
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
+        raise ToolError(f"an exponent must be a whole number of at most {MAX_EXPONENT}")
+    if base == 0 and exponent < 0:
+        raise ToolError("division by zero")
+    return Fraction(base ** int(exponent))
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise ToolError("a number is too large")
+    return value
+
+
+def _written(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+
+
+CALCULATOR = Tool(
+    name="calculator",
+    description="Evaluates an arithmetic expression of numbers, + - * / // % ** and parentheses.",
+    parameters={"expression": "The expression, e.g. (12+3)*4"},
+    function=evaluate_expression,
+)
+"""``multi_turn.tools=[calculator]``."""
+
+
+_KEY = "actor_rollout_ref.rollout.multi_turn"
+
+
+class ToolFailedError(RuntimeError):
+    """A tool did not do what it must; the message names it and the call."""
+
+
+class ToolCaller:
+    """Calls tools one after the other in a thread of its own, which does not keep the process alive when one of them hangs."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        """``timeout_seconds``: of each call."""
+        self._timeout_seconds = timeout_seconds
+        self._calls: queue.SimpleQueue[tuple[Tool, Mapping[str, Any]]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def call(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        """The tool's answer, as text for the policy.
+
+        Raises ``ToolFailedError`` when the tool raises anything but ``ToolError``, gives no text, or is late; after that it must
+        not be used again.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="tools", daemon=True)
+            self._thread.start()
+        self._calls.put((tool, arguments))
+        where = f"the tool {tool.name!r} of {_KEY}.tools, called with {reprlib.repr(dict(arguments))},"
+        try:
+            answer = self._answers.get(timeout=self._timeout_seconds)
+        except queue.Empty:
+            raise ToolFailedError(
+                f"{where} must answer within {_KEY}.tool_timeout_seconds={self._timeout_seconds:g}, and is still at work. Give "
+                "it a limit of its own that ends in a ToolError, or raise this one."
+            ) from None
+        if isinstance(answer, BaseException):
+            raise ToolFailedError(
+                f"{where} raised {answer!r}. A tool must raise verl_rc.rollout.tools.ToolError for a call that it cannot answer; "
+                "its text is then the answer."
+            ) from answer
+        if not isinstance(answer, str):
+            raise ToolFailedError(f"{where} must return a text, got {reprlib.repr(answer)}.")
+        return answer
+
+    def _work(self) -> None:
+        while True:
+            tool, arguments = self._calls.get()
+            try:
+                self._answers.put(tool.call(arguments))
+            except BaseException as error:
+                self._answers.put(error)
+                raise  # ends this thread, which shows where it came from
+
+
+BUILT_IN = {CALCULATOR.name: CALCULATOR}
+"""Tools that are part of this package."""
+
+
+def find_tools(names: Sequence[str]) -> dict[str, Tool]:
+    """The tools called ``names``, built in or ``module:attribute`` of the user's own, by the name they have.
+
+    Raises ``ValueError`` when there is no such tool, or two have one name.
+    """
+    tools: dict[str, Tool] = {}
+    for name in names:
+        tool = _imported(name) if ":" in name else BUILT_IN.get(name)
+        if tool is None:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.multi_turn.tools must name tools among {sorted(BUILT_IN)} or module:attribute, got "
+                f"{name!r}; the nearest is {nearest_key(name, list(BUILT_IN))}."
+            )
+        if tool.name in tools:
+            raise ValueError(f"actor_rollout_ref.rollout.multi_turn.tools must have different names, got two {tool.name!r}.")
+        tools[tool.name] = tool
+    return tools
+
+
+def _imported(name: str) -> Tool:
+    module_name, _, attribute = name.partition(":")
+    key = f"actor_rollout_ref.rollout.multi_turn.tools={name}"
+    try:
+        tool = getattr(importlib.import_module(module_name), attribute, None)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{key} cannot be imported: {error!r}. The module must be on PYTHONPATH.") from error
+    if not isinstance(tool, Tool):
+        raise ValueError(f"{key} must be a verl_rc.rollout.tools.Tool, got {tool!r}.")
+    return tool

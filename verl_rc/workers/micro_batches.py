@@ -1,0 +1,113 @@
+"""The loop over a rank's micro-batches that every worker shares, without gradient and with, and the exact totals it leaves."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from verl_rc.data.batches import CriticBatch, TokenBatch, TrainBatch
+from verl_rc.metrics import Metric, Reduction
+from verl_rc.ppo.objective import Objective
+from verl_rc.workers.sharded_model import ShardedModel
+
+
+class ObjectiveTotals:
+    """Sums up what the micro-batches of one update report; nothing is averaged before all of it is in."""
+
+    def __init__(self, role: str, num_updates: int) -> None:
+        """``role`` (``actor`` or ``critic``) takes ``num_updates`` optimizer steps, over which losses are averaged."""
+        self._role = role
+        self._num_updates = max(num_updates, 1)
+        self._terms: dict[str, list[Tensor]] = defaultdict(list)
+        self._averages: dict[str, list[Tensor]] = defaultdict(list)
+        self._grad_norms: list[float] = []
+
+    def add(self, objective: Objective) -> None:
+        """Take one micro-batch in."""
+        for name, share in objective.terms.items():
+            self._terms[name].append(share.detach().double())
+        for name, metric in objective.averages.items():
+            self._averages[name].append(torch.stack([metric.numerator.double(), metric.denominator.double()]))
+
+    def add_grad_norm(self, grad_norm: float) -> None:
+        """Take the gradient norm of one optimizer step in."""
+        self._grad_norms.append(grad_norm)
+
+    def metrics(self, is_first_rank: bool) -> list[Metric]:
+        """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come from
+        the first."""
+        records = []
+        sums = {name: torch.stack(shares).sum() for name, shares in self._terms.items()}
+        quotients = {name: torch.stack(parts).sum(dim=0) for name, parts in self._averages.items()}
+        flat = [*sums.values(), *(part for pair in quotients.values() for part in pair)]
+        values = iter(torch.stack(flat).tolist() if flat else [])
+        records += [Metric(name, next(values) / self._num_updates, Reduction.SUM) for name in sums]
+        for name in quotients:
+            numerator, denominator = next(values), next(values)
+            records.append(Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator))
+        if is_first_rank:
+            records += [Metric(f"{self._role}/grad_norm", norm) for norm in self._grad_norms]
+            dropped = sum(not math.isfinite(norm) for norm in self._grad_norms)
+            records.append(Metric(f"{self._role}/nonfinite_gradients", dropped, Reduction.SUM))
+        return records
+
+
+Batch = TypeVar("Batch", TrainBatch, CriticBatch)
+MicroBatches = Sequence[Sequence[int]]
+
+
+def score_rows(
+    tokens: TokenBatch, micro_batches: MicroBatches, score: Callable[[TokenBatch], Sequence[Tensor]], device: torch.device
+) -> list[Tensor]:
+    """What ``score`` says about each row's response tokens, float32 ``[B, R]`` each, on the CPU, without gradient.
+
+    An empty micro-batch runs a forward on row 0 whose result is dropped: FSDP needs all ranks in every forward.
+    """
+    results: list[Tensor] = []
+    with torch.no_grad():
+        for rows in micro_batches:
+            found = score(on_device(tokens[list(rows) or [0]], device))
+            results = results or [torch.zeros(tokens.responses.shape) for _ in found]
+            for result, part in zip(results, found, strict=True):
+                if rows:
+                    result[list(rows)] = part.float().cpu()
+    return results
+
+
+def take_rows(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
+    """Some rows of a batch on the device; for an empty micro-batch row 0 with nothing in its masks."""
+    part = on_device(batch[list(rows) or [0]], device)
+    if not rows:
+        part.response_mask = torch.zeros_like(part.response_mask)
+        if isinstance(part, TrainBatch):
+            part.loss_mask = torch.zeros_like(part.loss_mask)
+    return part
+
+
+def accumulate_gradients(
+    model: ShardedModel,
+    micro_batches: MicroBatches,
+    objective_of: Callable[[Sequence[int]], Objective],
+    world_size: int,
+    totals: ObjectiveTotals,
+) -> None:
+    """Forward and backward over this rank's micro-batches; gradients meet the other ranks' only in the last one.
+
+    FSDP averages gradients over ranks, the losses are shares of a sum: hence the factor of the number of ranks.
+    """
+    for index, rows in enumerate(micro_batches):
+        model.set_gradient_sync(index == len(micro_batches) - 1)
+        objective = objective_of(rows)
+        (objective.loss * world_size).backward()
+        totals.add(objective)
+
+
+Record = TypeVar("Record", TokenBatch, TrainBatch, CriticBatch)
+
+
+def on_device(record: Record, device: torch.device) -> Record:
+    """The record on ``device``; itself when it is there."""
+    return record if device.type == "cpu" else record.to(device)
