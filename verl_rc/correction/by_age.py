@@ -19,11 +19,10 @@ NUM_AGES = 5
 
 def totals_by_age(ratio: LogRatio, ages: Tensor, verdict: Verdict, weights: Weights | None) -> tuple[AgeTotals[Tensor], ...]:
     """What every row adds by age; ``ages`` int64 ``[b, t]`` are updates since the weights that sampled each token."""
-    keep = verdict.keep_rows[:, None] * ratio.response
-    if verdict.keep_tokens is not None:
-        keep *= verdict.keep_tokens
+    keep = ratio.response * (verdict.keep_tokens & verdict.keep_rows[:, None])
     found: list[AgeTotals[Tensor]] = []
     for here in buckets(ages, NUM_AGES):
+        # Rejected of response tokens, the rest of valid tokens: one without a finite log-prob has no gap and no weight.
         ones, response = here * ratio.ones, row_sum(here * ratio.response)
         of_weights, truncated = None, None
         if weights is not None:

@@ -129,6 +129,7 @@ def _correct(
     # A call for each chunk: its temporaries are gone before those of the next one come.
     def correct_rows(chunk: RowChunk) -> tuple[Totals[Tensor], Tensor]:
         ratio, facts = LogRatio.from_log_probs(log_probs.of(chunk)), context.of(chunk)
+        # Neither looks at the other: a rejected token keeps its weight, and all that is measured is before rejection.
         verdict, weights = judge(ratio, settings, facts.advantages), importance_weights(ratio, settings)
         if outputs is not None:
             outputs.write(chunk, ratio, verdict, weights)
@@ -159,16 +160,14 @@ class _Outputs:
         """Those of some rows."""
         rejected = (ratio.response_tokens > 0) & (verdict.kept == 0)
         self.rejected_rows.index_copy_(0, chunk.rows, rejected)
-        self._keep_rows.index_copy_(0, chunk.rows, verdict.keep_rows.bool())
-        if verdict.keep_tokens is not None:
-            chunk.write(verdict.keep_tokens.bool(), self._keep_tokens)
+        self._keep_rows.index_copy_(0, chunk.rows, verdict.keep_rows)
+        chunk.write(verdict.keep_tokens, self._keep_tokens)
         if weights is not None and self._weights is not None:
             chunk.write(weights.applied, self._weights)
 
     def keep_mask(self) -> Tensor:
         """bool ``[B, T]``; rows are rejected with the padding that no chunk reaches."""
-        # Written out first: a CPU takes ten times as long with a column of bools that is only thought to be as wide as the mask.
-        return self._keep_tokens.logical_and_(self._keep_rows[:, None].expand(self._keep_tokens.shape).contiguous())
+        return self._keep_tokens.logical_and_(self._keep_rows[:, None])
 
     def normalised_weights(self, statistics: CorrectionStatistics, settings: CorrectionSettings) -> Tensor | None:
         """``[B, T]``, divided by the batch's mean weight where that was asked for; None: there are none."""

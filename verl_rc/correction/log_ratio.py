@@ -1,13 +1,12 @@
 """Log-ratios of two policies on sampled tokens: train minus rollout, never the other sign."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.linalg import vecdot
+from torch.nn.functional import pad
 
 from verl_rc.config.rejection_rules import Divergence
 from verl_rc.correction.rows import LogProbs
@@ -47,12 +46,12 @@ class LogRatio:
         """No gradient flows through the result. What stands outside the mask is never read."""
         train, dtype = log_probs.train.detach().to(log_probs.dtype), log_probs.dtype
         difference = train - log_probs.rollout.detach().to(dtype)
-        values = _finite(difference)
-        # By way of integers: a CPU turns bools to floats one by one, three times slower.
-        response = log_probs.response_mask.bool().int().to(dtype)
+        values = torch.nan_to_num(difference, 0.0, 0.0, 0.0)
+        response = log_probs.response_mask.bool().to(dtype)
         # A difference is finite only where both log-probs are: infinite ones that are equal leave NaN, too.
-        ones = torch.eq(values, difference, out=torch.empty_like(values)).mul_(response)
-        values, train = values.mul_(ones), _finite(train).mul_(ones)
+        ones = (values == difference) * response
+        # What is not finite is 0 by now: 0 times infinity would be NaN.
+        values, train = values.mul_(ones), torch.nan_to_num(train, 0.0, 0.0, 0.0).mul_(ones)
         # A count is exact in float32, too, up to 16 million.
         tokens, response_tokens = ones.sum(dim=-1).double(), response.sum(dim=-1).double()
         return cls(values, ones, response, train, tokens, response_tokens, row_sum(values))
@@ -65,11 +64,6 @@ class LogRatio:
     def mean(self, sums: Tensor) -> Tensor:
         """Means ``[b]`` over the valid tokens of each row, from their sums; 0 for rows without any."""
         return sums / self.tokens.clamp_min(1.0)
-
-    @cached_property
-    def precise_ones(self) -> Tensor:
-        """``ones`` in float64, for arithmetic with float64: operands of two types cost a conversion each time."""
-        return self.ones.double()
 
     @cached_property
     def bounded(self) -> Tensor:
@@ -106,43 +100,20 @@ class LogRatio:
             divergence = torch.maximum(divergence, binary_kl(log_p, log_q))
         return divergence.clamp_min_(0.0)  # rounding may leave a little below 0
 
-    def holds(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
-        """1 where ``compare(values, bound)``, such as ``torch.gt``, is True and 0 elsewhere, ``[B, T]``."""
-        # Comparisons that write bools take three times as long on a CPU.
-        return compare(values, bound, out=torch.empty_like(self.ones))
-
-    def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
-        """Of how many valid tokens in each row ``compare(values, bound)`` is True, float64 ``[B]``."""
-        counts: Tensor = vecdot(self.holds(compare, values, bound), self.ones)
-        return counts.double()
-
-    def extremes(self, values: Tensor) -> Extremes[Tensor]:
-        """Of finite ``values`` ``[B, T]`` over each row's valid tokens, float64 ``[B]``."""
-        return extremes_of_tokens(values, self.precise_ones if values.dtype == torch.float64 else self.ones)
+    def count(self, where: Tensor) -> Tensor:
+        """Of how many valid tokens of each row ``where``, bool ``[b, t]``, is True; float64 ``[b]``."""
+        return row_sum(where * self.ones)
 
 
-def extremes_of_tokens(values: Tensor, ones: Tensor) -> Extremes[Tensor]:
-    """Of each row's finite ``values`` ``[B, T]`` where ``ones`` is 1 and not 0, float64 ``[B]``."""
-    if values.shape[-1] == 0:  # amax of nothing is an error
-        nothing = row_sum(ones) - torch.inf
-        return Extremes(nothing, nothing)
-    # 0 where 1 is and -inf where 0 is: added to something, it leaves the maximum to what counts.
-    excluded = 1.0 - ones.reciprocal()
-    return Extremes((excluded + values).amax(dim=-1).double(), (excluded - values).amax(dim=-1).double())
-
-
-def extremes_of_rows(values: Tensor, count: Tensor) -> Extremes[Tensor]:
-    """Of ``values`` ``[B]``, of which those with a ``count`` of 0 were never seen."""
+def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
+    """Of ``values`` ``[b]``, or of each row's ``values`` ``[b, t]``, whose ``count`` is not 0; float64 ``[b]``."""
     unseen = count == 0
-    return Extremes(values.masked_fill(unseen, -torch.inf), (-values).masked_fill(unseen, -torch.inf))
+    both = values.double().masked_fill(unseen, -torch.inf), (-values).double().masked_fill(unseen, -torch.inf)
+    # The maximum of no positions at all is an error, so there is always one more that was not seen.
+    return Extremes(*(some if some.ndim == 1 else pad(some, (0, 1), value=-torch.inf).amax(dim=-1) for some in both))
 
 
 def row_sum(values: Tensor) -> Tensor:
-    """Sum of each row ``[B, T]``, float64 ``[B]``."""
+    """Sum of each row ``[b, t]``, float64 ``[b]``."""
     # Thousands of float32 terms would lose the digits that tell a gap of 1e-5 from none.
     return values.sum(dim=-1, dtype=torch.float64)
-
-
-def _finite(values: Tensor) -> Tensor:
-    """``values`` with 0 in place of NaN and infinities; a copy."""
-    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

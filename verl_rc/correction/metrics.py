@@ -11,6 +11,7 @@ from verl_rc.tensor_ops import LOG_RATIO_BOUND
 SMALLEST_NORMALISER = 1e-8
 """Mean weights up to this are not divided by."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
+_HISTOGRAM_OF_LEVEL = {"token": 0, "sequence": 1, "geometric": 2}
 _HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
 
 
@@ -29,10 +30,10 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
     metrics = {name: mean.value for name, mean in totals.means.items()}
     metrics |= _extremes("log_ppl_diff_", totals.log_ppl_diff)
     if settings.weights is not None and totals.weights is not None:
+        # Before normalisation: a factor of the whole batch must not hide what the weights themselves do.
         metrics |= _weight_metrics(totals.weights, settings.weights)
         if settings.full:
-            metrics |= _full_weight_metrics(totals.weights, settings.weights)
-            metrics |= _weight_percentiles(numbers, settings.weights)
+            metrics |= _full_weight_metrics(numbers, totals.weights, settings.weights)
     for name, rule in totals.rules.items():
         metrics |= _rule_metrics(f"rollout_rs_{name}_", rule)
     for age, of_age in enumerate(totals.ages):
@@ -76,8 +77,8 @@ def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> d
     return metrics
 
 
-def _full_weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
-    """Raw and applied weights apart, at the estimator's level; effective sample sizes of every level."""
+def _full_weight_metrics(numbers: Numbers, weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
+    """Raw and applied weights apart, at the estimator's level; effective sample sizes of every level; percentiles and tail."""
     metrics = {}
     for kind, levels in (("applied", weights.applied), ("raw", weights.raw)):
         assert levels is not None
@@ -87,18 +88,14 @@ def _full_weight_metrics(weights: WeightTotals[float], settings: WeightSettings)
         shown = levels.rows if settings.is_per_row else levels.tokens
         metrics |= {f"rollout_is_{kind}_mean": shown.mean, f"rollout_is_{kind}_std": shown.excess.std}
         metrics |= _extremes(f"rollout_is_{kind}_", shown.extremes)
+    # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
+    counts = numbers.histograms[_HISTOGRAM_OF_LEVEL[settings.level]] if settings.level in _HISTOGRAM_OF_LEVEL else []
+    if any(counts):
+        for percent, log in percentiles(counts, PERCENTS).items():
+            metrics[f"rollout_is_p{percent}"] = math.exp(min(log, LOG_RATIO_BOUND))
+        if (shape := pareto_k(counts)) is not None:
+            metrics["rollout_is_pareto_k"] = shape
     return metrics
-
-
-def _weight_percentiles(numbers: Numbers, settings: WeightSettings) -> dict[str, float]:
-    """Percentiles and tail of the raw weights, from the log-ratios they are made of; prefix weights have none."""
-    levels = ("token", "sequence", "geometric")
-    counts = numbers.histograms[levels.index(settings.level)] if settings.level in levels else []
-    if not any(counts):
-        return {}
-    logs, shape = percentiles(counts, PERCENTS), pareto_k(counts)
-    metrics = {f"rollout_is_p{percent}": math.exp(min(log, LOG_RATIO_BOUND)) for percent, log in logs.items()}
-    return metrics if shape is None else {**metrics, "rollout_is_pareto_k": shape}
 
 
 def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:

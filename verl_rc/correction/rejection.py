@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_rc.config.rejection_rules import BoundedRule, RejectionRule
 from verl_rc.config.rollout_correction import CorrectionSettings
-from verl_rc.correction.log_ratio import LogRatio, extremes_of_rows, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.totals import Mean, Moments, RuleTotals
 
 Means = dict[str, Mean[Tensor]]
@@ -21,11 +21,11 @@ class Verdict:
     tokens: dict[str, Tensor]
     """``[b, t]``: response tokens that are rejected by themselves."""
     rows: dict[str, Tensor]
-    """float64 ``[b]``: rows that are rejected as a whole."""
-    keep_tokens: Tensor | None
-    """``[b, t]``: 0 for tokens that are rejected by themselves, 1 elsewhere. None: there are none."""
+    """``[b]``: rows that are rejected as a whole."""
+    keep_tokens: Tensor
+    """bool ``[b, t]``: False for tokens that are rejected by themselves."""
     keep_rows: Tensor
-    """float64 ``[b]``: 1 for rows that no cause rejects as a whole."""
+    """bool ``[b]``: False for rows that are rejected as a whole."""
     kept_by_tokens: Tensor
     """float64 ``[b]``: response tokens that are not rejected by themselves."""
     statistics: dict[str, Tensor]
@@ -43,15 +43,16 @@ def judge(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | No
     ``advantages`` ``[b, t]`` serve the rule that looks at their sign; ``ValueError`` when it misses them. Tokens without finite
     log-probs are judged like a ratio of 1 under ``nonfinite_logprob=neutral``, and else by no rule.
     """
+    # Every cause looks at what was sampled, never at what another one has left: their order does not count.
     tokens, rows, statistics = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
     judged = ratio.response if settings.nonfinite == "neutral" else ratio.ones
     for rule in settings.rules:
         statistic = statistics[rule.name] = statistic_of(rule.rule, ratio)
+        outside = (statistic > rule.upper) | (statistic < rule.lower)
         if rule.rule.is_per_token:
-            outside = ratio.holds(torch.gt, statistic, rule.upper) + ratio.holds(torch.lt, statistic, rule.lower)
-            tokens[rule.name] = outside.mul_(judged)
+            tokens[rule.name] = outside * judged
         else:
-            rows[rule.name] = ratio.real * ((statistic > rule.upper) | (statistic < rule.lower))
+            rows[rule.name] = outside * ratio.real
     if settings.opsm_threshold is not None:
         if advantages is None:
             threshold = f"rollout_opsm_threshold={settings.opsm_threshold}"
@@ -59,24 +60,21 @@ def judge(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | No
         # Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9) drops negative samples that the trained
         # policy no longer produces: A_t < 0 where mean_t log(pi_rollout / pi_train) is above the threshold.
         drifted = -ratio.mean(ratio.sums) > settings.opsm_threshold
-        tokens["opsm"] = ratio.holds(torch.lt, advantages, 0.0).mul_(ratio.response).mul_(drifted[:, None])
+        tokens["opsm"] = ratio.response * ((advantages < 0) & drifted[:, None])
     if settings.log_veto is not None:
         # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
-        rows["veto"] = ratio.count(torch.lt, ratio.values, settings.log_veto).clamp_max(1.0)
+        rows["veto"] = ratio.count(ratio.values < settings.log_veto).clamp_max(1.0)
     if settings.nonfinite == "reject_token":
         tokens["nonfinite"] = ratio.response - ratio.ones
     elif settings.nonfinite == "reject_sequence":
         rows["nonfinite"] = (ratio.tokens < ratio.response_tokens).double()
-    keep_rows = (_times(rows) == 0).double() if rows else torch.ones_like(ratio.tokens)
-    keep_tokens = ratio.holds(torch.eq, _times(tokens), 0.0) if tokens else None
-    kept = ratio.response_tokens if keep_tokens is None else row_sum(keep_tokens * ratio.response)
-    return Verdict(tokens, rows, keep_tokens, keep_rows, kept, statistics)
+    keep_tokens, keep_rows = _times(tokens, ratio.ones) == 0, _times(rows, ratio.tokens) == 0
+    return Verdict(tokens, rows, keep_tokens, keep_rows, row_sum(keep_tokens * ratio.response), statistics)
 
 
-def _times(causes: dict[str, Tensor]) -> Tensor:
+def _times(causes: dict[str, Tensor], like: Tensor) -> Tensor:
     """How many of some causes reject each token, or each row."""
-    first, *others = causes.values()
-    return torch.stack([first, *others]).sum(dim=0) if others else first
+    return sum(causes.values(), torch.zeros_like(like))
 
 
 def statistic_of(rule: RejectionRule, ratio: LogRatio) -> Tensor:
@@ -85,7 +83,7 @@ def statistic_of(rule: RejectionRule, ratio: LogRatio) -> Tensor:
     if rule.scope == "token":
         return of_tokens
     if rule.scope == "seq_max":
-        return ratio.extremes(of_tokens).largest.clamp_min(0.0)  # all of them are >= 0
+        return extremes(of_tokens, ratio.ones).largest.clamp_min(0.0)  # all of them are >= 0
     total = row_sum(of_tokens)
     return total if rule.scope == "seq_sum" else ratio.mean(total)
 
@@ -99,12 +97,12 @@ def rule_totals(rule: BoundedRule, ratio: LogRatio, verdict: Verdict) -> tuple[R
     # Clamped values are counted from the bound nearest to 0: those of two policies that agree add nothing, not even rounding.
     clamped = statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
     if rule.rule.is_per_token:
-        clamped, total, extremes = clamped * ratio.ones, row_sum(statistic), ratio.extremes(statistic)
+        clamped, total, seen = clamped * ratio.ones, row_sum(statistic), extremes(statistic, ratio.ones)
         row, moments = ratio.mean(total), Moments(row_sum(clamped), tokens, row_sum(clamped.square()))
-        above, below = ratio.count(torch.gt, statistic, rule.upper), ratio.count(torch.lt, statistic, rule.lower)
+        above, below = ratio.count(statistic > rule.upper), ratio.count(statistic < rule.lower)
         judged, rejected = tokens, above + below
     else:
-        row, total, extremes = statistic, tokens * statistic, extremes_of_rows(statistic, tokens)
+        row, total, seen = statistic, tokens * statistic, extremes(statistic, tokens)
         moments = Moments(tokens * clamped, tokens, tokens * clamped.square())
         above, below = real * (row > rule.upper), real * (row < rule.lower)
         judged, rejected = real, tokens * (above + below)
@@ -123,7 +121,7 @@ def rule_totals(rule: BoundedRule, ratio: LogRatio, verdict: Verdict) -> tuple[R
     if rule.rule.bounds_ratio:
         means[f"{name}_seq_fraction_low"] = Mean(rows_below, real)
     of_rows = Moments(real * row, real, real * row.square())
-    return RuleTotals(moments, extremes, of_rows, extremes_of_rows(row, tokens)), means
+    return RuleTotals(moments, seen, of_rows, extremes(row, tokens)), means
 
 
 def rejection_means(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings) -> Means:
@@ -135,7 +133,7 @@ def rejection_means(ratio: LogRatio, verdict: Verdict, settings: CorrectionSetti
         means["rollout_rs_seq_masked_fraction"] = Mean(kept < response, answered)
         means["rollout_rs_seq_rejected_fraction"] = Mean(answered * (kept == 0), answered)
     if settings.log_veto is not None:
-        vetoing = ratio.count(torch.lt, ratio.values, settings.log_veto)
+        vetoing = ratio.count(ratio.values < settings.log_veto)
         means["rollout_is_veto_fraction"] = Mean(verdict.rows["veto"], ratio.real)
         means["rollout_is_catastrophic_token_fraction"] = Mean(vetoing, ratio.tokens)
     if settings.opsm_threshold is not None:
@@ -147,13 +145,10 @@ def rejection_means(ratio: LogRatio, verdict: Verdict, settings: CorrectionSetti
 
 def exclusive_fractions(ratio: LogRatio, verdict: Verdict) -> Means:
     """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that several reject."""
-    only = {}
-    if verdict.rows:
-        once = _times(verdict.rows) == 1
-        only = {name: verdict.kept_by_tokens * rejected * once for name, rejected in verdict.rows.items()}
-    if verdict.tokens:
-        once = ratio.holds(torch.eq, _times(verdict.tokens), 1.0)
-        only |= {name: verdict.keep_rows * row_sum(rejected * once) for name, rejected in verdict.tokens.items()}
+    # A token is lost by itself or with its row: a cause is alone where it is the only one at both levels.
+    once_tokens, once_rows = _times(verdict.tokens, ratio.ones) == 1, _times(verdict.rows, ratio.tokens) == 1
+    only = {name: verdict.kept_by_tokens * rejected * once_rows for name, rejected in verdict.rows.items()}
+    only |= {name: verdict.keep_rows * row_sum(rejected * once_tokens) for name, rejected in verdict.tokens.items()}
     response = ratio.response_tokens
     fractions = {f"rollout_rs_{name}_exclusive_fraction": Mean(alone, response) for name, alone in only.items()}
     return {**fractions, "rollout_rs_overlap_fraction": Mean(response - verdict.kept - sum(only.values()), response)}

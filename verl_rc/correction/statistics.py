@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
 from verl_rc.correction.by_age import buckets, gap, totals_by_age
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes_of_rows, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Means, Verdict, exclusive_fractions, rejection_means, rule_totals
 from verl_rc.correction.rows import RowContext
@@ -52,6 +52,7 @@ class CorrectionStatistics:
             (maxima if is_extreme else sums).append(column.double())
             return 0.0
 
+        # float64 also for counts: float32 would stop counting tokens at 16 million.
         layout = map_totals(put, rows)
         # Over no rows at all the maximum is that of the padding: nothing seen.
         largest = pad(torch.stack(maxima), (0, 1), value=-torch.inf).amax(dim=1)
@@ -108,21 +109,21 @@ def row_totals(
         means |= shares
     by_age, age = (), None
     if (ages := facts.ages(ratio.response)) is not None:
-        by_age, age = totals_by_age(ratio, ages, verdict, weights), ratio.extremes(ages)
+        by_age, age = totals_by_age(ratio, ages, verdict, weights), extremes(ages, ratio.ones)
         means["token_age_mean"] = Mean(row_sum(ages * ratio.ones), ratio.tokens)
     if settings.full:
-        means["log_ratio_exact_fraction"] = Mean(ratio.count(torch.eq, ratio.values, 0.0), ratio.tokens)
+        means["log_ratio_exact_fraction"] = Mean(ratio.count(ratio.values == 0.0), ratio.tokens)
         means["safety_clamped_seq_fraction"] = Mean(ratio.sums.abs() > LOG_RATIO_BOUND, ratio.real)
         mask, product = ratio.response.bool(), torch.expm1(bound_log_ratio(ratio.sums))
         begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
         full = FullTotals(
-            log_ratio=ratio.extremes(ratio.values),
+            log_ratio=extremes(ratio.values, ratio.ones),
             token_ratios=Moments(row_sum(ratio.excess), ratio.tokens, vecdot(ratio.excess, ratio.excess)),
             row_ratios=Moments(product, ratio.real, product.square()),
             turns=tuple(gap(ratio, here * ratio.ones) for here in buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)),
             splits=_splits(ratio, verdict, settings, facts),
         )
-    difference = extremes_of_rows(-ratio.mean(ratio.sums), ratio.tokens)
+    difference = extremes(-ratio.mean(ratio.sums), ratio.tokens)
     return Totals(ratio.tokens, verdict.kept, verdict.kept > 0, means, difference, of_weights, rules, by_age, age, full)
 
 
@@ -147,7 +148,7 @@ def _gap_means(ratio: LogRatio) -> Means:
         "chi2_token": Mean(square + 2.0 * excess, tokens),
         "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(ratio.sums)), real),
         "nonfinite_token_fraction": Mean(response - tokens, response),
-        "safety_clamped_fraction": Mean(row_sum(ratio.holds(torch.ne, ratio.values, ratio.bounded)), tokens),
+        "safety_clamped_fraction": Mean(ratio.count(ratio.values != ratio.bounded), tokens),
     }
 
 
@@ -155,11 +156,10 @@ def _splits(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings, fac
     """What each cause rejects alone; share of tokens kept by length of the response, sign of the advantage and correctness;
     scores of kept and of rejected rows."""
     splits = exclusive_fractions(ratio, verdict) if settings.rejects else {}
-    for name, compare in (("positive", torch.gt), ("negative", torch.lt)):
-        if facts.advantages is not None:
-            found = ratio.holds(compare, facts.advantages, 0.0).mul_(ratio.response)
-            kept = row_sum(found if verdict.keep_tokens is None else found * verdict.keep_tokens)
-            splits[f"kept_fraction_{name}_advantage"] = Mean(verdict.keep_rows * kept, row_sum(found))
+    if facts.advantages is not None:
+        for name, found in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
+            kept = verdict.keep_rows * row_sum(found * verdict.keep_tokens * ratio.response)
+            splits[f"kept_fraction_{name}_advantage"] = Mean(kept, row_sum(found * ratio.response))
     response, kept = ratio.response_tokens, verdict.kept
     groups = {f"length_le_{edge}": (response > low) & (response <= edge) for low, edge in pairwise((0, *LENGTH_EDGES))}
     groups[f"length_gt_{LENGTH_EDGES[-1]}"] = response > LENGTH_EDGES[-1]

@@ -172,6 +172,7 @@ class Totals(Generic[T]):
 
 def map_totals(convert: Callable[..., Any], *records: Any, is_extreme: bool = False) -> Any:
     """One record from records of one shape: ``convert(*numbers, is_extreme=...)`` in place of every number, in a fixed order."""
+    # Fields and dictionaries keep their order, so that every rank puts a number at the same place of the vector it reduces.
     first = records[0]
     if isinstance(first, dict):
         return {name: map_totals(convert, *(record[name] for record in records)) for name in first}

@@ -9,7 +9,7 @@ from torch.linalg import vecdot
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.log_ratio import LogRatio, extremes_of_rows, extremes_of_tokens, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.rejection import Means
 from verl_rc.correction.totals import Mean, Moments, WeightLevels, WeightSums, WeightTotals
 from verl_rc.tensor_ops import bound_log_ratio
@@ -47,6 +47,7 @@ def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights
     weighted = ratio.response if settings.nonfinite == "neutral" else ratio.ones
     if settings.weights.is_per_row:
         logs = ratio.sums if level == "sequence" else ratio.mean(ratio.sums)
+        # The sum is bounded, not its terms: single tokens beyond the bound may well make up for each other.
         raw = torch.expm1(bound_log_ratio(logs))
         excess = bounded_excess(raw, threshold)
         return Weights(logs, raw, excess, (1.0 + excess).to(dtype)[:, None] * weighted)
@@ -57,10 +58,10 @@ def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights
         raw = torch.expm1(bound_log_ratio(logs))
     excess = bounded_excess(raw, threshold)
     applied = ((1.0 + excess) * weighted).to(dtype)
-    if level == "prefix":  # sums run on where no token is valid
+    # Where no token is valid, prefixes run on, and a band without 1 in it leaves -1.
+    if level == "prefix":
         logs, raw = logs * ratio.ones, raw * ratio.ones
-    # A band without 1 in it leaves -1 there.
-    return Weights(logs, raw, excess * ratio.precise_ones, applied)
+    return Weights(logs, raw, excess * ratio.ones, applied)
 
 
 def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
@@ -87,8 +88,8 @@ def weight_totals(
         high, low, judged, outside = rows_high, rows_low, real, tokens * (rows_high + rows_low)
     else:
         # Logarithms are compared, not weights: they are known beyond the safety bound, too.
-        high = ratio.count(torch.gt, weights.logs, math.log(threshold.upper))
-        low = ratio.count(torch.lt, weights.logs, math.log(threshold.reciprocal_lower))
+        high = ratio.count(weights.logs > math.log(threshold.upper))
+        low = ratio.count(weights.logs < math.log(threshold.reciprocal_lower))
         judged, outside = tokens, high + low
     means = {
         "rollout_is_ratio_fraction_high": Mean(high, judged),
@@ -105,7 +106,7 @@ def _levels(excess: Tensor, ratio: LogRatio) -> WeightLevels[Tensor]:
     """What every row adds whose weights less 1 are ``excess``, ``[b, t]`` or, shared by all tokens of a row, ``[b]``."""
     if excess.ndim == 1:
         return WeightLevels(_sums_of_rows(excess, ratio.tokens), _sums_of_rows(excess, ratio.real))
-    tokens = sums_of_tokens(excess, ratio.precise_ones)
+    tokens = sums_of_tokens(excess, ratio.ones)
     return WeightLevels(tokens, _sums_of_rows(ratio.mean(tokens.excess.total), ratio.real))
 
 
@@ -113,14 +114,14 @@ def sums_of_tokens(excess: Tensor, ones: Tensor) -> WeightSums[Tensor]:
     """What every row adds whose tokens' weights less 1 are ``excess``; float64 ``[b, t]``, as ``ones`` 0 where none counts."""
     w = excess + ones
     moments = Moments(row_sum(excess), row_sum(ones), vecdot(excess, excess))
-    return WeightSums(moments, vecdot(w, w), extremes_of_tokens(w, ones))
+    return WeightSums(moments, vecdot(w, w), extremes(w, ones))
 
 
 def _sums_of_rows(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
     """What every row adds whose weight less 1 is ``excess`` ``[B]`` and counts ``count`` ``[B]`` times."""
     w = excess + 1.0
     moments = Moments(count * excess, count, count * excess.square())
-    return WeightSums(moments, count * w.square(), extremes_of_rows(w, count))
+    return WeightSums(moments, count * w.square(), extremes(w, count))
 
 
 def with_prompts(weights: WeightTotals[Tensor], group_slots: Tensor) -> WeightTotals[Tensor]:
