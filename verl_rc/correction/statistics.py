@@ -18,7 +18,7 @@ from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Means, Verdict, exclusive_fractions, rejection_means, rule_totals
 from verl_rc.correction.rows import RowContext
-from verl_rc.correction.totals import FullTotals, Mean, Moments, Totals, map_totals
+from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Mean, Moments, Totals, map_totals
 from verl_rc.correction.weights import Weights, weight_totals
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
@@ -107,7 +107,8 @@ def row_totals(
     for rule in settings.rules:
         rules[rule.name], shares = rule_totals(rule, ratio, verdict)
         means |= shares
-    by_age, age = (), None
+    by_age: tuple[AgeTotals[Tensor], ...] = ()
+    age: Extremes[Tensor] | None = None
     if (ages := facts.ages(ratio.response)) is not None:
         by_age, age = totals_by_age(ratio, ages, verdict, weights), extremes(ages, ratio.ones)
         means["token_age_mean"] = Mean(row_sum(ages * ratio.ones), ratio.tokens)
