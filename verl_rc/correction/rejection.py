@@ -63,7 +63,7 @@ def judge(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | No
         tokens["opsm"] = ratio.response * ((advantages < 0) & drifted[:, None])
     if settings.log_veto is not None:
         # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
-        rows["veto"] = ratio.count(ratio.values < settings.log_veto).clamp_max(1.0)
+        rows["veto"] = ratio.count(torch.lt, ratio.values, settings.log_veto).clamp_max(1.0)
     if settings.nonfinite == "reject_token":
         tokens["nonfinite"] = ratio.response - ratio.ones
     elif settings.nonfinite == "reject_sequence":
@@ -99,7 +99,7 @@ def rule_totals(rule: BoundedRule, ratio: LogRatio, verdict: Verdict) -> tuple[R
     if rule.rule.is_per_token:
         clamped, total, seen = clamped * ratio.ones, row_sum(statistic), extremes(statistic, ratio.ones)
         row, moments = ratio.mean(total), Moments(row_sum(clamped), tokens, row_sum(clamped.square()))
-        above, below = ratio.count(statistic > rule.upper), ratio.count(statistic < rule.lower)
+        above, below = ratio.count(torch.gt, statistic, rule.upper), ratio.count(torch.lt, statistic, rule.lower)
         judged, rejected = tokens, above + below
     else:
         row, total, seen = statistic, tokens * statistic, extremes(statistic, tokens)
@@ -133,7 +133,7 @@ def rejection_means(ratio: LogRatio, verdict: Verdict, settings: CorrectionSetti
         means["rollout_rs_seq_masked_fraction"] = Mean(kept < response, answered)
         means["rollout_rs_seq_rejected_fraction"] = Mean(answered * (kept == 0), answered)
     if settings.log_veto is not None:
-        vetoing = ratio.count(ratio.values < settings.log_veto)
+        vetoing = ratio.count(torch.lt, ratio.values, settings.log_veto)
         means["rollout_is_veto_fraction"] = Mean(verdict.rows["veto"], ratio.real)
         means["rollout_is_catastrophic_token_fraction"] = Mean(vetoing, ratio.tokens)
     if settings.opsm_threshold is not None:

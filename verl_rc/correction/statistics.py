@@ -113,7 +113,7 @@ def row_totals(
         by_age, age = totals_by_age(ratio, ages, verdict, weights), extremes(ages, ratio.ones)
         means["token_age_mean"] = Mean(row_sum(ages * ratio.ones), ratio.tokens)
     if settings.full:
-        means["log_ratio_exact_fraction"] = Mean(ratio.count(ratio.values == 0.0), ratio.tokens)
+        means["log_ratio_exact_fraction"] = Mean(ratio.count(torch.eq, ratio.values, 0.0), ratio.tokens)
         means["safety_clamped_seq_fraction"] = Mean(ratio.sums.abs() > LOG_RATIO_BOUND, ratio.real)
         mask, product = ratio.response.bool(), torch.expm1(bound_log_ratio(ratio.sums))
         begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
@@ -149,7 +149,7 @@ def _gap_means(ratio: LogRatio) -> Means:
         "chi2_token": Mean(square + 2.0 * excess, tokens),
         "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(ratio.sums)), real),
         "nonfinite_token_fraction": Mean(response - tokens, response),
-        "safety_clamped_fraction": Mean(ratio.count(ratio.values != ratio.bounded), tokens),
+        "safety_clamped_fraction": Mean(ratio.count(torch.ne, ratio.values, ratio.bounded), tokens),
     }
 
 

@@ -60,8 +60,8 @@ def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights
     applied = ((1.0 + excess) * weighted).to(dtype)
     # Where no token is valid, prefixes run on, and a band without 1 in it leaves -1.
     if level == "prefix":
-        logs, raw = logs * ratio.ones, raw * ratio.ones
-    return Weights(logs, raw, excess * ratio.ones, applied)
+        logs, raw = logs * ratio.precise_ones, raw * ratio.precise_ones
+    return Weights(logs, raw, excess * ratio.precise_ones, applied)
 
 
 def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
@@ -88,8 +88,8 @@ def weight_totals(
         high, low, judged, outside = rows_high, rows_low, real, tokens * (rows_high + rows_low)
     else:
         # Logarithms are compared, not weights: they are known beyond the safety bound, too.
-        high = ratio.count(weights.logs > math.log(threshold.upper))
-        low = ratio.count(weights.logs < math.log(threshold.reciprocal_lower))
+        high = ratio.count(torch.gt, weights.logs, math.log(threshold.upper))
+        low = ratio.count(torch.lt, weights.logs, math.log(threshold.reciprocal_lower))
         judged, outside = tokens, high + low
     means = {
         "rollout_is_ratio_fraction_high": Mean(high, judged),
@@ -106,7 +106,7 @@ def _levels(excess: Tensor, ratio: LogRatio) -> WeightLevels[Tensor]:
     """What every row adds whose weights less 1 are ``excess``, ``[b, t]`` or, shared by all tokens of a row, ``[b]``."""
     if excess.ndim == 1:
         return WeightLevels(_sums_of_rows(excess, ratio.tokens), _sums_of_rows(excess, ratio.real))
-    tokens = sums_of_tokens(excess, ratio.ones)
+    tokens = sums_of_tokens(excess, ratio.precise_ones)
     return WeightLevels(tokens, _sums_of_rows(ratio.mean(tokens.excess.total), ratio.real))
 
 
