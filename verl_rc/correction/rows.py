@@ -29,7 +29,7 @@ class RowChunk:
 def chunk_positions(device: torch.device) -> int:
     """How many positions a chunk has at most, unless a single row has more: temporaries take some 100 bytes of each."""
     # On a CPU temporaries should stay in its cache; a device would mostly wait for launches of small kernels.
-    return 1 << 16 if device.type == "cpu" else 1 << 20
+    return 50_000 if device.type == "cpu" else 1 << 20
 
 
 def row_chunks(response_mask: Tensor) -> list[RowChunk]:
