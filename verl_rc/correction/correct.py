@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
-from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, row_sum
+from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.rejection import Verdict, judge, row_statistics
+from verl_rc.correction.rejection import Verdict, judge
 from verl_rc.correction.rows import LogProbs, RowChunk, RowContext, newest_version, row_chunks
-from verl_rc.correction.statistics import CorrectionStatistics, RowColumns, completed, token_totals
-from verl_rc.correction.totals import map_totals
-from verl_rc.correction.weights import importance_weights
+from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, row_totals
+from verl_rc.correction.totals import Totals, map_totals
+from verl_rc.correction.weights import Weights, importance_weights, with_prompts
 from verl_rc.tensor_ops.masked import group_numbers
 
 
@@ -31,7 +30,6 @@ class CorrectionResult:
     statistics: CorrectionStatistics
     """What was measured, before rejection."""
     config: RolloutCorrectionConfig
-    """What was asked for."""
 
     def metrics(self) -> dict[str, float]:
         """``rollout_corr/*`` by name; one copy from the device."""
@@ -49,31 +47,33 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     *,
     scores: Tensor | None = None,
     current_version: int | None = None,
+    by_age: bool = False,
 ) -> CorrectionResult:
     """Measure and apply rollout correction on a whole batch.
 
     ``train_log_probs`` and ``rollout_log_probs`` are ``[B, T]`` in nats, ``response_mask`` is ``[B, T]``; the ratio is always
     train over rollout. ``advantages`` ``[B, T]`` serve rules that look at their sign and, like all that follows,
     ``diagnostics=full``: ``group_ids`` (an id of its prompt for each row), ``policy_versions`` int ``[B, T]`` or ``[B]`` (ages
-    count from ``current_version``, else from the newest one), outcome ``scores`` ``[B]`` (above 0: correct). Raises
-    ``ValueError`` when shapes differ or advantages are missing, and under ``nonfinite_logprob=raise`` when a log-prob is not
-    finite. ``config`` may be a mapping of fields.
+    count from ``current_version``, else from the newest one; ``by_age`` measures them with any diagnostics), outcome ``scores``
+    ``[B]`` (above 0: correct). Raises ``ValueError`` when shapes differ or advantages are missing, and under
+    ``nonfinite_logprob=raise`` when a log-prob is not finite. ``config`` may be a mapping of fields.
     """
     log_probs, config = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config)
     context = RowContext(advantages=advantages)
     if config.diagnostics == "full":
         slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
-        context = RowContext(slots, policy_versions, current_version, advantages, scores)
+        context = replace(context, group_slots=slots, scores=scores)
+    if config.diagnostics == "full" or by_age:
+        context = replace(context, policy_versions=policy_versions, current_version=current_version)
     context.check(train_log_probs.shape)
     if context.policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(context.policy_versions, response_mask))
-    statistics, outputs = _correct(log_probs, config.settings(), context, measures=True, applies=True)
-    assert statistics is not None
-    assert outputs is not None
+    settings, outputs = config.settings(), _Outputs(log_probs, config.settings())
+    statistics = _correct(log_probs, settings, context, outputs)
     if config.nonfinite_logprob == "raise":
         require_finite(statistics.metrics(config), config)
-    weights = _normalised(outputs.weights, statistics, config.settings())
-    return CorrectionResult(weights, outputs.keep_mask, outputs.rejected_rows, statistics, config)
+    weights = outputs.normalised_weights(statistics, settings)
+    return CorrectionResult(weights, outputs.keep_mask(), outputs.rejected_rows, statistics, config)
 
 
 def measure(
@@ -90,9 +90,7 @@ def measure(
     """
     log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), context or RowContext()
     context.check(train_log_probs.shape)
-    statistics, _ = _correct(log_probs, _as_config(config).settings(), context, measures=True, applies=False)
-    assert statistics is not None
-    return statistics
+    return _correct(log_probs, _as_config(config).settings(), context)
 
 
 def apply(
@@ -109,11 +107,14 @@ def apply(
     ``[B, T]`` are needed by rules that look at their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
     """
     log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config).settings()
-    context = RowContext(advantages=advantages)
+    context, outputs = RowContext(advantages=advantages), _Outputs(log_probs, settings)
     context.check(train_log_probs.shape)
-    _, outputs = _correct(log_probs, settings, context, measures=False, applies=True)
-    assert outputs is not None
-    return _normalised(outputs.weights, statistics, settings), outputs.keep_mask
+    with torch.no_grad():
+        for chunk in row_chunks(response_mask):
+            ratio = LogRatio.from_log_probs(log_probs.of(chunk))
+            verdict = judge(ratio, settings, context.of(chunk).advantages)
+            outputs.write(chunk, ratio, verdict, importance_weights(ratio, settings))
+    return outputs.normalised_weights(statistics, settings), outputs.keep_mask()
 
 
 def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
@@ -121,71 +122,63 @@ def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> Rollout
 
 
 def _correct(
-    log_probs: LogProbs, settings: CorrectionSettings, context: RowContext, *, measures: bool, applies: bool
-) -> tuple[CorrectionStatistics | None, "_Outputs | None"]:
-    """Statistics if asked to measure, outputs if asked to apply: what needs the tokens a few rows at a time."""
-    outputs, parts = _Outputs(log_probs, settings) if applies else None, []
-    histogram = torch.zeros(NUM_BINS, dtype=torch.float64, device=log_probs.train.device)
-    with torch.no_grad():
-        for chunk in row_chunks(log_probs.response_mask):
-            ratio, facts = LogRatio.from_log_probs(log_probs.of(chunk)), context.of(chunk)
-            statistics = row_statistics(ratio, settings)
-            verdict = judge(ratio, settings, statistics, facts.advantages)
-            weights, applied = None, None
-            if settings.weights is not None:
-                weights, applied = importance_weights(ratio, settings.weights, neutral=settings.nonfinite == "neutral")
-            if measures:
-                facts_of_rows = (row_sum(ratio.train), verdict.kept, statistics, facts.scores, facts.group_slots)
-                parts.append((token_totals(ratio, verdict, weights, settings, facts), RowColumns(ratio.rows, *facts_of_rows)))
-                histogram += log_ratio_histogram(ratio.values, ratio.ones) if settings.full else 0.0
-            if outputs is not None:
-                outputs.write(chunk, verdict, applied)
-            del ratio, verdict, weights, applied  # else they live on beside those of the next rows
+    log_probs: LogProbs, settings: CorrectionSettings, context: RowContext, outputs: "_Outputs | None" = None
+) -> CorrectionStatistics:
+    """Statistics of all rows; ``outputs`` take what the loss needs of them."""
+
+    # A call for each chunk: its temporaries are gone before those of the next one come.
+    def correct_rows(chunk: RowChunk) -> tuple[Totals[Tensor], Tensor]:
+        ratio, facts = LogRatio.from_log_probs(log_probs.of(chunk)), context.of(chunk)
+        # Neither looks at the other: a rejected token keeps its weight, and all that is measured is before rejection.
+        verdict, weights = judge(ratio, settings, facts.advantages), importance_weights(ratio, settings)
         if outputs is not None:
-            outputs.reject_rows()
-        if not measures:
-            return None, outputs
-        totals, columns = map_totals(lambda *some, is_extreme: torch.cat(some), *parts)
-        logs = (columns.sums.log_ratio, columns.sums.mean(columns.sums.log_ratio)) if settings.full else ()
-        histograms = [histogram] * settings.full + [log_ratio_histogram(of_rows, columns.sums.real) for of_rows in logs]
-        return CorrectionStatistics.from_rows(completed(totals, columns, settings), histograms), outputs
+            outputs.write(chunk, ratio, verdict, weights)
+        counts = log_ratio_histograms(ratio) if settings.full else ratio.sums.new_zeros(0)
+        return row_totals(ratio, verdict, weights, settings, facts), counts
+
+    with torch.no_grad():
+        chunks = row_chunks(log_probs.response_mask)
+        parts = [correct_rows(chunk) for chunk in chunks]
+        totals = map_totals(lambda *columns, is_extreme: torch.cat(columns), *(rows for rows, _ in parts))
+        if totals.weights is not None and context.group_slots is not None:
+            slots = context.group_slots[torch.cat([chunk.rows for chunk in chunks])]
+            totals = replace(totals, weights=with_prompts(totals.weights, slots))
+        return CorrectionStatistics.from_rows(totals, torch.stack([counts for _, counts in parts]).sum(dim=0))
 
 
 class _Outputs:
-    """What the loss takes."""
+    """What the loss takes, written some rows at a time."""
 
     def __init__(self, log_probs: LogProbs, settings: CorrectionSettings) -> None:
         shape, device = log_probs.train.shape, log_probs.train.device
-        self.weights = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
-        self.keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
         self.rejected_rows = torch.zeros(shape[:1], dtype=torch.bool, device=device)
+        self._weights = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
+        self._keep_tokens = torch.ones(shape, dtype=torch.bool, device=device)
         self._keep_rows = torch.ones_like(self.rejected_rows)
 
-    def write(self, chunk: RowChunk, verdict: Verdict, weights: Tensor | None) -> None:
-        """Those of some rows; ``reject_rows`` comes after the last."""
-        self._keep_rows.index_copy_(0, chunk.rows, verdict.keep_rows.bool())
-        self.rejected_rows.index_copy_(0, chunk.rows, verdict.rejected_rows)
-        if verdict.keep_tokens is not None:
-            chunk.write(verdict.keep_tokens.bool(), self.keep_mask)
-        if weights is not None and self.weights is not None:
-            chunk.write(weights, self.weights)
+    def write(self, chunk: RowChunk, ratio: LogRatio, verdict: Verdict, weights: Weights | None) -> None:
+        """Those of some rows."""
+        rejected = (ratio.response_tokens > 0) & (verdict.kept == 0)
+        self.rejected_rows.index_copy_(0, chunk.rows, rejected)
+        self._keep_rows.index_copy_(0, chunk.rows, verdict.keep_rows)
+        chunk.write(verdict.keep_tokens, self._keep_tokens)
+        if weights is not None and self._weights is not None:
+            chunk.write(weights.applied, self._weights)
 
-    def reject_rows(self) -> None:
-        """As a whole, with the padding that no chunk reaches."""
-        # Written out first: a CPU takes ten times as long with a column of bools that is only thought to be as wide as the mask.
-        self.keep_mask &= self._keep_rows[:, None].expand(self.keep_mask.shape).contiguous()
+    def keep_mask(self) -> Tensor:
+        """bool ``[B, T]``; rows are rejected with the padding that no chunk reaches."""
+        return self._keep_tokens.logical_and_(self._keep_rows[:, None])
 
-
-def _normalised(weights: Tensor | None, statistics: CorrectionStatistics, settings: CorrectionSettings) -> Tensor | None:
-    """Divided by the batch's mean weight where that was asked for, in place."""
-    if weights is None or settings.weights is None or not settings.weights.batch_normalize:
-        return weights
-    of_batch = statistics.totals().weights
-    assert of_batch is not None
-    excess = (of_batch.rows if settings.weights.is_per_row else of_batch.tokens).excess
-    mean = 1.0 + excess.total / excess.count.clamp_min(1.0)
-    # As ``normaliser`` of the metrics, but the number stays on its device.
-    return weights.div_(torch.where(mean > SMALLEST_NORMALISER, mean, 1.0))
+    def normalised_weights(self, statistics: CorrectionStatistics, settings: CorrectionSettings) -> Tensor | None:
+        """``[B, T]``, divided by the batch's mean weight where that was asked for; None: there are none."""
+        if self._weights is None or settings.weights is None or not settings.weights.batch_normalize:
+            return self._weights
+        of_batch = statistics.totals().weights
+        assert of_batch is not None
+        excess = (of_batch.applied.rows if settings.weights.is_per_row else of_batch.applied.tokens).excess
+        mean = 1.0 + excess.total / excess.count.clamp_min(1.0)
+        # As in ``rollout_is_batch_norm_factor``, but the number stays on its device.
+        return self._weights.div_(torch.where(mean > SMALLEST_NORMALISER, mean, 1.0))
 
 
 class NonFiniteLogProbError(ValueError):

@@ -8,16 +8,19 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from verl_rc.tensor_ops import LOG_RATIO_BOUND
+
 _BINS_PER_OCTAVE = 16
 _FIRST_EXPONENT = -24
-SMALLEST, LARGEST = 0.5 * 2.0**_FIRST_EXPONENT, 20.0
-"""Log-ratios nearer to 0 than 3e-8 count as 0, and those further from it than 20 as this far."""
+SMALLEST, LARGEST = 0.5 * 2.0**_FIRST_EXPONENT, LOG_RATIO_BOUND
+"""Log-ratios nearer to 0 than 3e-8 count as 0, and those beyond the bound as at it."""
 BINS_PER_SIDE = 29 * _BINS_PER_OCTAVE + 4
 """Edges divide every factor of two into 16 equal parts, so a bin's middle is within 3.1 % of whatever fell into it."""
 NUM_BINS = 2 * BINS_PER_SIDE + 1
 
 
 def _edge(step: int) -> float:
+    # Linear within an octave: sums of powers of two, the same on every machine, as powers of 2^(1/16) are not.
     octave, part = divmod(step, _BINS_PER_OCTAVE)
     return SMALLEST * 2.0**octave * (1.0 + part / _BINS_PER_OCTAVE)
 

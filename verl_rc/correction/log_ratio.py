@@ -1,5 +1,6 @@
 """Log-ratios of two policies on sampled tokens: train minus rollout, never the other sign."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,73 +9,63 @@ import torch
 from torch import Tensor
 from torch.linalg import vecdot
 
+from verl_rc.config.rejection_rules import Divergence
 from verl_rc.correction.rows import LogProbs
 from verl_rc.correction.totals import Extremes
+from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate
 
-SAFETY_BOUND = 20.0
-"""Log-ratios (or their sums and means) are bounded by ±20 before exp: e^20 = 4.85e8."""
 PROBABILITY_MARGIN = 1e-8
-"""Probabilities are kept this far from 0 and 1 before their logarithms are taken."""
-
-
-@dataclass(frozen=True)
-class RowSums:
-    """What the log-probs of rows add up to, float64 ``[B]``."""
-
-    tokens: Tensor
-    """Valid tokens: response tokens with two finite log-probs."""
-    response_tokens: Tensor
-    log_ratio: Tensor
-    """``sum_t l_t`` over the valid tokens, unbounded."""
-
-    @cached_property
-    def real(self) -> Tensor:
-        """1 for rows with valid tokens, which means over rows are taken of, and 0 for all others."""
-        return self.tokens.clamp_max(1.0)
-
-    def mean(self, sums: Tensor) -> Tensor:
-        """Means over the valid tokens of each row, from their sums; 0 for rows without any."""
-        return sums / self.tokens.clamp_min(1.0)
-
-    def extremes(self, values: Tensor) -> Extremes[Tensor]:
-        """Of ``values`` ``[B]`` of rows, of those that have valid tokens."""
-        excluded = 1.0 - self.real.reciprocal()
-        return Extremes(excluded + values, excluded - values)
+"""Probabilities are kept this far from 0 and 1: further out their binary KL is that of rounding, or infinite."""
 
 
 @dataclass(frozen=True)
 class LogRatio:
-    """``l = log pi_train - log pi_rollout`` of some rows, and the statistics of tokens that rules look at.
+    """``l = log pi_train - log pi_rollout`` of some rows, what it adds up to, and the statistics that rules look at.
 
-    Every ``[B, T]`` is finite, and 0 where no token is valid, so that plain sums are masked sums. Differences have the precision
+    Every ``[b, t]`` is finite, and 0 where no token is valid, so that plain sums are masked sums. Differences have the precision
     of the log-probs (float32 at least); exponentials and sums are float64. Masks are numbers, 1 and 0: on a CPU a product takes
     a third of the time of ``where``, and nothing infinite is left that 0 would turn into NaN.
     """
 
     values: Tensor
-    """``[B, T]``, nats, unbounded."""
+    """``[b, t]``, nats, unbounded."""
     ones: Tensor
-    """``[B, T]``: 1 for valid tokens, that is response tokens with two finite log-probs, and 0 elsewhere."""
+    """``[b, t]``: 1 for valid tokens, that is response tokens with two finite log-probs, and 0 elsewhere."""
     response: Tensor
-    """``[B, T]``: 1 for response tokens, and 0 elsewhere."""
-    train_log_probs: Tensor
-    """``[B, T]``, nats, as they were given: anything may stand where no token is valid."""
+    """``[b, t]``: 1 for response tokens, and 0 elsewhere."""
+    train: Tensor
+    """``[b, t]``: log-probs of the valid tokens under the train policy, nats."""
+    tokens: Tensor
+    """float64 ``[b]``: valid tokens."""
+    response_tokens: Tensor
+    """float64 ``[b]``."""
+    sums: Tensor
+    """float64 ``[b]``: ``sum_t l_t`` over the valid tokens, unbounded."""
 
     @classmethod
     def from_log_probs(cls, log_probs: LogProbs) -> "LogRatio":
         """No gradient flows through the result. What stands outside the mask is never read."""
-        train, dtype = log_probs.train.detach(), log_probs.dtype
-        difference = train.to(dtype) - log_probs.rollout.detach().to(dtype)
-        values = _finite(difference)
+        train, dtype = log_probs.train.detach().to(log_probs.dtype), log_probs.dtype
+        difference = train - log_probs.rollout.detach().to(dtype)
+        values = torch.nan_to_num(difference, 0.0, 0.0, 0.0)
         # By way of integers: a CPU turns bools to floats one by one, three times slower.
         response = log_probs.response_mask.bool().int().to(dtype)
+        # A difference is finite only where both log-probs are: infinite ones that are equal leave NaN, too.
         ones = torch.eq(values, difference, out=torch.empty_like(values)).mul_(response)
-        return cls(values.mul_(ones), ones, response, train)
+        # What is not finite is 0 by now: 0 times infinity would be NaN.
+        values, train = values.mul_(ones), torch.nan_to_num(train, 0.0, 0.0, 0.0).mul_(ones)
+        # A count is exact in float32, too, up to 16 million.
+        tokens, response_tokens = ones.sum(dim=-1).double(), response.sum(dim=-1).double()
+        return cls(values, ones, response, train, tokens, response_tokens, row_sum(values))
 
-    @property
-    def train(self) -> Tensor:
-        """Log-probs of the valid tokens under the train policy, nats."""
-        return _finite(self.train_log_probs.to(self.values.dtype)).mul_(self.ones)
+    @cached_property
+    def real(self) -> Tensor:
+        """float64 ``[b]``: 1 for rows with valid tokens, which means over rows are taken of, and 0 for all others."""
+        return self.tokens.clamp_max(1.0)
+
+    def mean(self, sums: Tensor) -> Tensor:
+        """Means ``[b]`` over the valid tokens of each row, from their sums; 0 for rows without any."""
+        return sums / self.tokens.clamp_min(1.0)
 
     @cached_property
     def precise_ones(self) -> Tensor:
@@ -83,8 +74,8 @@ class LogRatio:
 
     @cached_property
     def bounded(self) -> Tensor:
-        """Log-ratios within ±``SAFETY_BOUND``."""
-        return self.values.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        """Log-ratios within ±``LOG_RATIO_BOUND``."""
+        return bound_log_ratio(self.values)
 
     @cached_property
     def excess(self) -> Tensor:
@@ -92,89 +83,48 @@ class LogRatio:
         # Log-ratios are often 1e-4 and less: exp(l) - 1 would keep few of their digits in float64 and none in float32.
         return torch.expm1(self.bounded.double())
 
-    @property
-    def k1(self) -> Tensor:
-        """``-l``."""
-        return -self.bounded
-
-    @cached_property
-    def k2(self) -> Tensor:
-        """``l^2 / 2``."""
-        return self.bounded.square().mul_(0.5)
-
     @cached_property
     def k3(self) -> Tensor:
-        """``exp(l) - 1 - l >= 0``, float64."""
+        """``exp(l) - 1 - l >= 0``, float64: ``k3_estimate`` with the exponential that weights and metrics take, too."""
         # Near 0 both terms agree in most digits, and what rounding leaves of their difference can be negative.
         return (self.excess - self.bounded.double()).clamp_min_(0.0)
 
-    @cached_property
-    def probabilities(self) -> tuple[Tensor, Tensor]:
-        """Of the sampled tokens under train and rollout, float64, kept ``PROBABILITY_MARGIN`` away from 0 and 1."""
-        log_train, low, high = self.train.double(), PROBABILITY_MARGIN, 1.0 - PROBABILITY_MARGIN
-        return log_train.exp().clamp_(low, high), (log_train - self.values).exp_().clamp_(low, high)
+    def divergence(self, name: Divergence) -> Tensor:
+        """The statistic of a rule for each token, by the name in ``RejectionRule.divergence``."""
+        if name == "k1":
+            return k1_estimate(self.bounded)
+        if name == "k2":
+            return k2_estimate(self.bounded)
+        if name == "k3":
+            return self.k3
+        # The others look at the probability of the token under each policy, all other tokens taken together.
+        train, low, high = self.train.double(), math.log(PROBABILITY_MARGIN), math.log1p(-PROBABILITY_MARGIN)
+        log_p, log_q = train.clamp(low, high), (train - self.values).clamp_(low, high)
+        if name == "tv":  # total variation
+            return (log_p.exp() - log_q.exp()).abs_()
+        divergence = binary_kl(log_q, log_p)  # KL(rollout || train): DPPO, arXiv:2602.04879
+        if name == "kpop":  # the larger of both directions: KPop, arXiv:2606.15079
+            divergence = torch.maximum(divergence, binary_kl(log_p, log_q))
+        return divergence.clamp_min_(0.0)  # rounding may leave a little below 0
 
-    @cached_property
-    def tv(self) -> Tensor:
-        """``|p - q|``, the total variation between the two policies with all other tokens taken together."""
-        train, rollout = self.probabilities
-        return (train - rollout).abs_()
-
-    @cached_property
-    def bkl(self) -> Tensor:
-        """``q ln(q/p) + (1-q) ln((1-q)/(1-p))``, KL(rollout || train) of the same (DPPO, arXiv:2602.04879)."""
-        train, rollout = self.probabilities
-        return _binary_kl(rollout, train)
-
-    @cached_property
-    def kpop(self) -> Tensor:
-        """The larger of the two directions of the binary KL (KPop, arXiv:2606.15079)."""
-        train, rollout = self.probabilities
-        return torch.maximum(_binary_kl(rollout, train), _binary_kl(train, rollout))
-
-    def divergence(self, name: str) -> Tensor:
-        """The statistic of a rule, by the name of its property."""
-        values: Tensor = getattr(self, name)
-        return values
-
-    @cached_property
-    def rows(self) -> RowSums:
-        """What each row adds up to."""
-        # A count is exact in float32, too, up to 16 million.
-        return RowSums(self.ones.sum(dim=-1).double(), self.response.sum(dim=-1).double(), row_sum(self.values))
-
-    def holds(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
-        """1 where ``compare(values, bound)``, such as ``torch.gt``, is True and 0 elsewhere, ``[B, T]``."""
-        # Comparisons that write bools take three times as long on a CPU.
-        return compare(values, bound, out=torch.empty_like(self.ones))
-
-    def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float) -> Tensor:
-        """Of how many valid tokens in each row ``compare(values, bound)`` is True, float64 ``[B]``."""
-        counts: Tensor = vecdot(self.holds(compare, values, bound), self.ones)
+    def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
+        """Of how many valid tokens of each row ``compare(values, bound)``, such as ``torch.gt``, is True; float64 ``[b]``."""
+        # Comparisons that write bools, and products with bools, take three times as long on a CPU.
+        counts: Tensor = vecdot(compare(values, bound, out=torch.empty_like(self.ones)), self.ones)
         return counts.double()
 
-    def extremes(self, values: Tensor) -> Extremes[Tensor]:
-        """Of finite ``values`` ``[B, T]`` over each row's valid tokens, float64 ``[B]``."""
-        if values.shape[-1] == 0:  # amax of nothing is an error
-            nothing = torch.full_like(self.rows.tokens, -torch.inf)
-            return Extremes(nothing, nothing)
-        # 0 for valid tokens and -inf elsewhere: added to something, it leaves the maximum to valid tokens.
-        excluded = 1.0 - (self.precise_ones if values.dtype == torch.float64 else self.ones).reciprocal()
-        return Extremes((excluded + values).amax(dim=-1).double(), (excluded - values).amax(dim=-1).double())
+
+def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
+    """Of finite ``values`` ``[b]``, or of each row's ``values`` ``[b, t]``, whose ``count`` is not 0; float64 ``[b]``."""
+    # 0 for what counts and -inf elsewhere: added to something, it leaves the maximum to what counts.
+    excluded = 1.0 - count.clamp_max(1.0).reciprocal()
+    both = [excluded + values, excluded - values]
+    if values.ndim == 2:  # the maximum of no positions at all is an error
+        both = [some.amax(dim=-1) if some.shape[-1] else row_sum(some) - torch.inf for some in both]
+    return Extremes(*(some.double() for some in both))
 
 
 def row_sum(values: Tensor) -> Tensor:
-    """Sum of each row ``[B, T]``, float64 ``[B]``."""
+    """Sum of each row ``[b, t]``, float64 ``[b]``."""
     # Thousands of float32 terms would lose the digits that tell a gap of 1e-5 from none.
     return values.sum(dim=-1, dtype=torch.float64)
-
-
-def _finite(values: Tensor) -> Tensor:
-    """``values`` with 0 in place of NaN and infinities; a copy."""
-    return values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def _binary_kl(first: Tensor, second: Tensor) -> Tensor:
-    """KL divergence of two coins that land on 1 with these probabilities."""
-    tails = (1.0 - first) * ((1.0 - first) / (1.0 - second)).log_()
-    return (first * (first / second).log_()).add_(tails).clamp_min_(0.0)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.histogram import BINS_PER_SIDE, bin_value, pareto_k, percentiles
-from verl_rc.correction.log_ratio import SAFETY_BOUND
-from verl_rc.correction.totals import Extremes, FullTotals, Gap, Moments, RuleTotals, Totals, WeightTotals
+from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Gap, Moments, RuleTotals, Totals, WeightTotals
+from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 SMALLEST_NORMALISER = 1e-8
 """Mean weights up to this are not divided by."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
+_HISTOGRAM_OF_LEVEL = {"token": 0, "sequence": 1, "geometric": 2}
 _HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
 
 
@@ -29,18 +30,22 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
     metrics = {name: mean.value for name, mean in totals.means.items()}
     metrics |= _extremes("log_ppl_diff_", totals.log_ppl_diff)
     if settings.weights is not None and totals.weights is not None:
+        # Before normalisation: a factor of the whole batch must not hide what the weights themselves do.
         metrics |= _weight_metrics(totals.weights, settings.weights)
         if settings.full:
-            metrics |= _full_weight_metrics(totals.weights, settings.weights)
-            metrics |= _weight_percentiles(numbers, settings.weights)
+            metrics |= _full_weight_metrics(numbers, totals.weights, settings.weights)
     for name, rule in totals.rules.items():
         metrics |= _rule_metrics(f"rollout_rs_{name}_", rule)
+    for age, of_age in enumerate(totals.ages):
+        metrics |= _age_metrics(f"age_{age}", of_age, totals.tokens)
+    if totals.age is not None and totals.age.largest > -math.inf:
+        metrics["token_age_max"] = totals.age.largest
     if totals.full is not None:
-        metrics |= _gap_metrics(numbers, totals.full, settings)
+        metrics |= _log_ratio_metrics(numbers, totals.full, settings)
         metrics |= {name: split.value for name, split in totals.full.splits.items() if split.count}
-        metrics |= _bucket_metrics("age", totals.full.ages, totals.tokens)
         if totals.full.turns[1].tokens:  # nothing is split where every response has one turn
-            metrics |= _bucket_metrics("turn", totals.full.turns, totals.tokens)
+            for turn, gap in enumerate(totals.full.turns):
+                metrics |= _gap_metrics(f"turn_{turn}", gap, totals.tokens)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -52,14 +57,15 @@ def _extremes(prefix: str, extremes: Extremes[float]) -> dict[str, float]:
 
 
 def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
-    tokens, rows = weights.tokens, weights.rows
+    tokens, rows = weights.applied.tokens, weights.applied.rows
+    level = rows if settings.is_per_row else tokens
     # verl reports the extremes of raw weights where a row has one, of applied weights where every token has one.
-    shown = weights.raw_rows if settings.is_per_row and weights.raw_rows is not None else tokens
+    shown = weights.raw.rows if settings.is_per_row and weights.raw is not None else tokens
     of_rows = _extremes("rollout_is_seq_", rows.extremes)
     metrics = {
         "rollout_is_mean": tokens.mean,
         "rollout_is_std": tokens.excess.std,
-        "rollout_is_eff_sample_size": (rows if settings.is_per_row else tokens).effective_sample_size,
+        "rollout_is_eff_sample_size": level.effective_sample_size,
         "rollout_is_seq_mean": rows.mean,
         "rollout_is_seq_std": rows.excess.sample_std,
         "rollout_is_seq_max_deviation": max(abs(value - 1.0) for value in of_rows.values()) if rows.excess.count else 0.0,
@@ -67,38 +73,29 @@ def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> d
         **of_rows,
     }
     if settings.batch_normalize:
-        metrics["rollout_is_batch_norm_factor"] = normaliser((rows if settings.is_per_row else tokens).mean)
+        metrics["rollout_is_batch_norm_factor"] = level.mean if level.mean > SMALLEST_NORMALISER else 1.0
     return metrics
 
 
-def normaliser(mean_weight: float) -> float:
-    """What batch normalisation divides by: the mean weight, or 1 where that is 0."""
-    return mean_weight if mean_weight > SMALLEST_NORMALISER else 1.0
-
-
-def _full_weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
-    """Raw and applied weights apart, at the estimator's level; effective sample sizes of every level."""
-    applied, raw = (weights.tokens, weights.rows, weights.prompts), (weights.raw_tokens, weights.raw_rows, weights.raw_prompts)
+def _full_weight_metrics(numbers: Numbers, weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
+    """Raw and applied weights apart, at the estimator's level; effective sample sizes of every level; percentiles and tail."""
     metrics = {}
-    for kind, of_levels in (("applied", applied), ("raw", raw)):
-        for level, sums in zip(("token", "sequence", "prompt"), of_levels, strict=True):
+    for kind, levels in (("applied", weights.applied), ("raw", weights.raw)):
+        assert levels is not None
+        for level, sums in (("token", levels.tokens), ("sequence", levels.rows), ("prompt", levels.prompts)):
             if sums is not None:
                 metrics[f"rollout_is_ess_{kind}_{level}"] = sums.effective_sample_size
-            if sums is not None and level == ("sequence" if settings.is_per_row else "token"):
-                metrics |= {f"rollout_is_{kind}_mean": sums.mean, f"rollout_is_{kind}_std": sums.excess.std}
-                metrics |= _extremes(f"rollout_is_{kind}_", sums.extremes)
+        shown = levels.rows if settings.is_per_row else levels.tokens
+        metrics |= {f"rollout_is_{kind}_mean": shown.mean, f"rollout_is_{kind}_std": shown.excess.std}
+        metrics |= _extremes(f"rollout_is_{kind}_", shown.extremes)
+    # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
+    counts = numbers.histograms[_HISTOGRAM_OF_LEVEL[settings.level]] if settings.level in _HISTOGRAM_OF_LEVEL else []
+    if any(counts):
+        for percent, log in percentiles(counts, PERCENTS).items():
+            metrics[f"rollout_is_p{percent}"] = math.exp(min(log, LOG_RATIO_BOUND))
+        if (shape := pareto_k(counts)) is not None:
+            metrics["rollout_is_pareto_k"] = shape
     return metrics
-
-
-def _weight_percentiles(numbers: Numbers, settings: WeightSettings) -> dict[str, float]:
-    """Percentiles and tail of the raw weights, from the log-ratios they are made of; prefix weights have none."""
-    levels = ("token", "sequence", "geometric")
-    counts = numbers.histograms[levels.index(settings.level)] if settings.level in levels else []
-    if not any(counts):
-        return {}
-    logs, shape = percentiles(counts, PERCENTS), pareto_k(counts)
-    metrics = {f"rollout_is_p{percent}": math.exp(min(log, SAFETY_BOUND)) for percent, log in logs.items()}
-    return metrics if shape is None else {**metrics, "rollout_is_pareto_k": shape}
 
 
 def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
@@ -113,14 +110,12 @@ def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
     }
 
 
-def _gap_metrics(numbers: Numbers, full: FullTotals[float], settings: CorrectionSettings) -> dict[str, float]:
-    """Percentiles of log-ratios of tokens, rows (``seq``) and row means (``geo``); the test for misalignment; oldest token."""
+def _log_ratio_metrics(numbers: Numbers, full: FullTotals[float], settings: CorrectionSettings) -> dict[str, float]:
+    """Percentiles of log-ratios of tokens, rows (``seq``) and row means (``geo``); the test for misalignment."""
     metrics = {"log_ratio_abs_max": max(full.log_ratio.largest, full.log_ratio.negated_smallest, 0.0)}
     for level, counts in zip(("", "_seq", "_geo"), numbers.histograms, strict=True):
         if any(counts):
             metrics |= {f"log_ratio{level}_p{percent}": log for percent, log in percentiles(counts, PERCENTS).items()}
-    if full.age is not None and full.age.largest > -math.inf:
-        metrics["token_age_max"] = full.age.largest
     for name, ratios in (("misalignment_z", full.token_ratios), ("misalignment_z_seq", full.row_ratios)):
         z = misalignment_z(ratios) if settings.tests_misalignment else None
         metrics |= {} if z is None else {name: z}
@@ -130,9 +125,9 @@ def _gap_metrics(numbers: Numbers, full: FullTotals[float], settings: Correction
 def misalignment_z(excess: Moments[float]) -> float | None:
     """``mean(rho - 1) / (std(rho) / sqrt(n))``: how many standard errors the mean raw ratio lies from 1.
 
-    Under the rollout policy ratios have mean 1 whatever the gap, as long as both sides mean the same tokens, temperature and
-    support; lasting values far beyond 3 point to a bug there, not to off-policy data. 0 when all ratios are exactly 1. None
-    where there is nothing to measure a deviation against: fewer than two ratios, or ratios that are all the same.
+    Two proper distributions have a mean ratio of 1 however far they lie apart: lasting values beyond ±6 (a heavy tail alone
+    reaches 3) mean sampling filters that the trainer does not mirror, or log-probs of other tokens. 0 when all ratios are
+    exactly 1. None where there is no spread to compare with: fewer than two ratios, or all the same but not 1.
     """
     if excess.count >= 2 and excess.square == 0.0:
         return 0.0
@@ -142,15 +137,27 @@ def misalignment_z(excess: Moments[float]) -> float | None:
     return excess.value / (excess.std / math.sqrt(excess.count))
 
 
-def _bucket_metrics(name: str, buckets: tuple[Gap[float], ...], tokens: float) -> dict[str, float]:
-    """Share of the tokens and gap of every bucket that has a token."""
-    metrics = {}
-    for number, bucket in enumerate(buckets):
-        if bucket.tokens:
-            metrics[f"{name}_{number}_token_fraction"] = bucket.tokens / tokens
-            metrics[f"{name}_{number}_kl"] = -bucket.log_ratio / bucket.tokens
-            metrics[f"{name}_{number}_k3_kl"] = bucket.k3 / bucket.tokens
+def _age_metrics(name: str, of_age: AgeTotals[float], tokens: float) -> dict[str, float]:
+    metrics, weights = _gap_metrics(name, of_age.gap, tokens), of_age.weights
+    if of_age.rejected.count:
+        metrics[f"{name}_rejected_fraction"] = of_age.rejected.value
+    if weights is not None and of_age.truncated is not None and of_age.gap.tokens:
+        metrics[f"{name}_rollout_is_mean"] = weights.mean
+        metrics[f"{name}_rollout_is_max"] = weights.extremes.largest
+        metrics[f"{name}_rollout_is_ess"] = weights.effective_sample_size
+        metrics[f"{name}_rollout_is_truncated_fraction"] = of_age.truncated / of_age.gap.tokens
     return metrics
+
+
+def _gap_metrics(name: str, gap: Gap[float], tokens: float) -> dict[str, float]:
+    """Share of all tokens and gap of some of them; nothing where there are none."""
+    if not gap.tokens:
+        return {}
+    return {
+        f"{name}_token_fraction": gap.tokens / tokens,
+        f"{name}_kl": -gap.log_ratio / gap.tokens,
+        f"{name}_k3_kl": gap.k3 / gap.tokens,
+    }
 
 
 def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_rc.config.rejection_rules import BoundedRule
+from verl_rc.config.rejection_rules import BoundedRule, RejectionRule
 from verl_rc.config.rollout_correction import CorrectionSettings
-from verl_rc.correction.log_ratio import LogRatio, RowSums, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.totals import Mean, Moments, RuleTotals
 
 Means = dict[str, Mean[Tensor]]
@@ -21,149 +21,134 @@ class Verdict:
     tokens: dict[str, Tensor]
     """``[b, t]``: response tokens that are rejected by themselves."""
     rows: dict[str, Tensor]
-    """float64 ``[b]``: rows that are rejected as a whole."""
-    keep_tokens: Tensor | None
-    """``[b, t]``: 0 for tokens that are rejected by themselves, 1 elsewhere. None: there are none."""
+    """``[b]``: rows that are rejected as a whole."""
+    keep_tokens: Tensor
+    """bool ``[b, t]``: False for tokens that are rejected by themselves."""
     keep_rows: Tensor
-    """float64 ``[b]``: 1 for rows that no cause rejects as a whole."""
-    response_tokens: Tensor
+    """bool ``[b]``: False for rows that are rejected as a whole."""
     kept_by_tokens: Tensor
     """float64 ``[b]``: response tokens that are not rejected by themselves."""
+    statistics: dict[str, Tensor]
+    """By rule what it looked at: ``[b, t]``, float64 ``[b]`` for ``seq_*`` rules."""
 
     @property
     def kept(self) -> Tensor:
         """float64 ``[b]``: response tokens that are kept."""
         return self.kept_by_tokens * self.keep_rows
 
-    @property
-    def rejected_rows(self) -> Tensor:
-        """bool ``[b]``: rows with response tokens of which none is kept."""
-        return (self.response_tokens > 0) & (self.kept == 0)
 
-
-def judge(ratio: LogRatio, settings: CorrectionSettings, statistics: dict[str, Tensor], advantages: Tensor | None) -> Verdict:
+def judge(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | None) -> Verdict:
     """Judge every token and every row by itself. Rows without valid tokens are rejected only for log-probs that are not finite.
 
-    ``statistics`` are those of the ``seq_*`` rules. ``advantages`` ``[b, t]`` serve the rule that looks at their sign;
-    ``ValueError`` when it misses them. Tokens without finite log-probs are judged like a ratio of 1 under
-    ``nonfinite_logprob=neutral``, and else by no rule.
+    ``advantages`` ``[b, t]`` serve the rule that looks at their sign; ``ValueError`` when it misses them. Tokens without finite
+    log-probs are judged like a ratio of 1 under ``nonfinite_logprob=neutral``, and else by no rule.
     """
-    tokens: dict[str, Tensor] = {}
-    rows: dict[str, Tensor] = {}
+    # Every cause looks at what was sampled, never at what another one has left: their order does not count.
+    tokens, rows, statistics = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+    judged = ratio.response if settings.nonfinite == "neutral" else ratio.ones
     for rule in settings.rules:
+        statistic = statistics[rule.name] = statistic_of(rule.rule, ratio)
+        outside = (statistic > rule.upper) | (statistic < rule.lower)
         if rule.rule.is_per_token:
-            statistic = ratio.divergence(rule.rule.divergence)
-            outside = ratio.holds(torch.gt, statistic, rule.upper) + ratio.holds(torch.lt, statistic, rule.lower)
-            tokens[rule.name] = outside.mul_(ratio.response if settings.nonfinite == "neutral" else ratio.ones)
+            tokens[rule.name] = outside * judged
         else:
-            row = statistics[rule.name]
-            rows[rule.name] = ratio.rows.real * ((row > rule.upper) | (row < rule.lower))
+            rows[rule.name] = outside * ratio.real
     if settings.opsm_threshold is not None:
-        tokens["opsm"] = _opsm(ratio, settings.opsm_threshold, advantages)
+        if advantages is None:
+            threshold = f"rollout_opsm_threshold={settings.opsm_threshold}"
+            raise ValueError(f"{threshold} looks at the sign of the advantages: pass advantages [B, T]")
+        # Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9) drops negative samples that the trained
+        # policy no longer produces: A_t < 0 where mean_t log(pi_rollout / pi_train) is above the threshold.
+        drifted = -ratio.mean(ratio.sums) > settings.opsm_threshold
+        tokens["opsm"] = ratio.response * ((advantages < 0) & drifted[:, None])
     if settings.log_veto is not None:
+        # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
         rows["veto"] = ratio.count(torch.lt, ratio.values, settings.log_veto).clamp_max(1.0)
     if settings.nonfinite == "reject_token":
         tokens["nonfinite"] = ratio.response - ratio.ones
     elif settings.nonfinite == "reject_sequence":
-        rows["nonfinite"] = (ratio.rows.tokens < ratio.rows.response_tokens).double()
-    keep_rows = (_times(rows) == 0).double() if rows else torch.ones_like(ratio.rows.tokens)
-    if not tokens:
-        return Verdict(tokens, rows, None, keep_rows, ratio.rows.response_tokens, ratio.rows.response_tokens)
-    keep = ratio.holds(torch.eq, _times(tokens), 0.0)
-    return Verdict(tokens, rows, keep, keep_rows, ratio.rows.response_tokens, row_sum(keep * ratio.response))
+        rows["nonfinite"] = (ratio.tokens < ratio.response_tokens).double()
+    keep_tokens, keep_rows = _times(tokens, ratio.ones) == 0, _times(rows, ratio.tokens) == 0
+    return Verdict(tokens, rows, keep_tokens, keep_rows, row_sum(keep_tokens * ratio.response), statistics)
 
 
-def _times(causes: dict[str, Tensor]) -> Tensor:
+def _times(causes: dict[str, Tensor], like: Tensor) -> Tensor:
     """How many of some causes reject each token, or each row."""
-    first, *others = causes.values()
-    return torch.stack([first, *others]).sum(dim=0) if others else first
+    return sum(causes.values(), torch.zeros_like(like))
 
 
-def row_statistics(ratio: LogRatio, settings: CorrectionSettings) -> dict[str, Tensor]:
-    """The statistics ``[b]`` of the ``seq_*`` rules: sum, mean or maximum over a row's tokens; 0 for a row without any."""
-    statistics = {}
-    for rule in settings.rules:
-        of_tokens, scope = ratio.divergence(rule.rule.divergence), rule.rule.scope
-        if scope == "seq_max":
-            statistics[rule.name] = ratio.extremes(of_tokens).largest.clamp_min(0.0)  # all of them are >= 0
-        elif scope != "token":
-            total = row_sum(of_tokens)
-            statistics[rule.name] = total if scope == "seq_sum" else ratio.rows.mean(total)
-    return statistics
+def statistic_of(rule: RejectionRule, ratio: LogRatio) -> Tensor:
+    """What a rule looks at: of tokens ``[b, t]``; or their sum, mean or maximum in each row ``[b]``, 0 for a row without any."""
+    of_tokens = ratio.divergence(rule.divergence)
+    if rule.scope == "token":
+        return of_tokens
+    if rule.scope == "seq_max":
+        return extremes(of_tokens, ratio.ones).largest.clamp_min(0.0)  # all of them are >= 0
+    total = row_sum(of_tokens)
+    return total if rule.scope == "seq_sum" else ratio.mean(total)
 
 
-def _opsm(ratio: LogRatio, threshold: float, advantages: Tensor | None) -> Tensor:
-    """What off-policy sequence masking rejects (DeepSeek-V3.2, arXiv:2512.02556, equation 9).
-
-    ``A_t < 0`` and ``mean_t log(pi_rollout / pi_train) > threshold`` (nats) over the row's valid tokens: negative samples that
-    the trained policy no longer produces.
-    """
-    if advantages is None:
-        raise ValueError(f"rollout_opsm_threshold={threshold} looks at the sign of the advantages: pass advantages [B, T]")
-    drifted = -ratio.rows.mean(ratio.rows.log_ratio) > threshold
-    return ratio.holds(torch.lt, advantages, 0.0).mul_(ratio.response).mul_(drifted[:, None])
-
-
-def rule_totals(
-    rule: BoundedRule, rows: RowSums, statistic: Tensor, ratio: LogRatio | None = None
-) -> tuple[RuleTotals[Tensor], Means]:
+def rule_totals(rule: BoundedRule, ratio: LogRatio, verdict: Verdict) -> tuple[RuleTotals[Tensor], Means]:
     """What every row adds to the statistics of a rule, and to the metrics that are means or shares.
 
-    ``statistic`` is that of tokens ``[b, t]``, of which ``ratio`` knows which are valid; or of a ``seq_*`` rule that of rows,
-    which sums over tokens take for each token of the row.
+    Sums over tokens take the statistic of a ``seq_*`` rule for each token of the row.
     """
-    tokens, real, name = rows.tokens, rows.real, f"rollout_rs_{rule.name}"
+    tokens, real, statistic = ratio.tokens, ratio.real, verdict.statistics[rule.name]
     # Clamped values are counted from the bound nearest to 0: those of two policies that agree add nothing, not even rounding.
     clamped = statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
-    if ratio is None:
-        row, total, level, extremes = statistic, tokens * statistic, real, rows.extremes(statistic)
+    if rule.rule.is_per_token:
+        clamped, total, seen = clamped * ratio.ones, row_sum(statistic), extremes(statistic, ratio.ones)
+        row, moments = ratio.mean(total), Moments(row_sum(clamped), tokens, row_sum(clamped.square()))
+        above, below = ratio.count(torch.gt, statistic, rule.upper), ratio.count(torch.lt, statistic, rule.lower)
+        judged, rejected = tokens, above + below
+    else:
+        row, total, seen = statistic, tokens * statistic, extremes(statistic, tokens)
         moments = Moments(tokens * clamped, tokens, tokens * clamped.square())
         above, below = real * (row > rule.upper), real * (row < rule.lower)
-        rejected = tokens * (above + below)
-    else:
-        clamped, total, level, extremes = clamped * ratio.ones, row_sum(statistic), tokens, ratio.extremes(statistic)
-        row, moments = rows.mean(total), Moments(row_sum(clamped), tokens, row_sum(clamped.square()))
-        above, below = ratio.count(torch.gt, statistic, rule.upper), ratio.count(torch.lt, statistic, rule.lower)
-        rejected = above + below
+        judged, rejected = real, tokens * (above + below)
     rows_above, rows_below = real * (row > rule.upper), real * (row < rule.lower)
     if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
         above, below, rows_above, rows_below = below, above, rows_below, rows_above
+    name = f"rollout_rs_{rule.name}"
     means = {
         f"{name}_mean": Mean(total, tokens),
         f"{name}_masked_fraction": Mean(rejected, tokens),
         f"{name}_seq_masked_fraction": Mean(rejected > 0, real),
-        f"{name}_fraction_high": Mean(above, level),
-        f"{name}_fraction_low": Mean(below, level),
+        f"{name}_fraction_high": Mean(above, judged),
+        f"{name}_fraction_low": Mean(below, judged),
         f"{name}_seq_fraction_high": Mean(rows_above, real),
     }
     if rule.rule.bounds_ratio:
         means[f"{name}_seq_fraction_low"] = Mean(rows_below, real)
-    return RuleTotals(moments, extremes, Moments(real * row, real, real * row.square()), rows.extremes(row)), means
+    of_rows = Moments(real * row, real, real * row.square())
+    return RuleTotals(moments, seen, of_rows, extremes(row, tokens)), means
 
 
-def cause_means(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings) -> Means:
-    """Shares of tokens and rows that the causes beside the rules find."""
-    means, rows, response = {}, ratio.rows, ratio.rows.response_tokens
+def rejection_means(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings) -> Means:
+    """Shares of tokens and rows that are rejected, by all causes together and by those beside the rules."""
+    means: Means = {}
+    response, kept, answered = ratio.response_tokens, verdict.kept, ratio.response_tokens.clamp_max(1.0)
+    if settings.rejects:
+        means["rollout_rs_masked_fraction"] = Mean(response - kept, response)
+        means["rollout_rs_seq_masked_fraction"] = Mean(kept < response, answered)
+        means["rollout_rs_seq_rejected_fraction"] = Mean(answered * (kept == 0), answered)
     if settings.log_veto is not None:
-        means["rollout_is_veto_fraction"] = Mean(verdict.rows["veto"], rows.real)
         vetoing = ratio.count(torch.lt, ratio.values, settings.log_veto)
-        means["rollout_is_catastrophic_token_fraction"] = Mean(vetoing, rows.tokens)
+        means["rollout_is_veto_fraction"] = Mean(verdict.rows["veto"], ratio.real)
+        means["rollout_is_catastrophic_token_fraction"] = Mean(vetoing, ratio.tokens)
     if settings.opsm_threshold is not None:
         rejected = row_sum(verdict.tokens["opsm"])
         means["rollout_rs_opsm_masked_fraction"] = Mean(rejected, response)
-        means["rollout_rs_opsm_seq_masked_fraction"] = Mean(rejected > 0, response > 0)
+        means["rollout_rs_opsm_seq_masked_fraction"] = Mean(rejected > 0, answered)
     return means
 
 
 def exclusive_fractions(ratio: LogRatio, verdict: Verdict) -> Means:
     """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that several reject."""
-    only = {}
-    if verdict.rows:
-        once = _times(verdict.rows) == 1
-        only = {name: verdict.kept_by_tokens * rejected * once for name, rejected in verdict.rows.items()}
-    if verdict.tokens:
-        once = ratio.holds(torch.eq, _times(verdict.tokens), 1.0)
-        only |= {name: verdict.keep_rows * row_sum(rejected * once) for name, rejected in verdict.tokens.items()}
-    response = ratio.rows.response_tokens
+    # A token is lost by itself or with its row: a cause is alone where it is the only one at both levels.
+    once_tokens, once_rows = _times(verdict.tokens, ratio.ones) == 1, _times(verdict.rows, ratio.tokens) == 1
+    only = {name: verdict.kept_by_tokens * rejected * once_rows for name, rejected in verdict.rows.items()}
+    only |= {name: verdict.keep_rows * row_sum(rejected * once_tokens) for name, rejected in verdict.tokens.items()}
+    response = ratio.response_tokens
     fractions = {f"rollout_rs_{name}_exclusive_fraction": Mean(alone, response) for name, alone in only.items()}
     return {**fractions, "rollout_rs_overlap_fraction": Mean(response - verdict.kept - sum(only.values()), response)}

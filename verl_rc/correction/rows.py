@@ -1,9 +1,11 @@
 """The rows of a batch: log-probs and facts, taken some rows at a time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from verl_rc.tensor_ops.masked import in_row_blocks, row_slices
 
 
 @dataclass(frozen=True)
@@ -26,22 +28,21 @@ class RowChunk:
 
 def chunk_positions(device: torch.device) -> int:
     """How many positions a chunk has at most, unless a single row has more: temporaries take some 100 bytes of each."""
-    return 1 << 16 if device.type == "cpu" else 1 << 20
+    # On a CPU temporaries should stay in its cache; a device would mostly wait for launches of small kernels.
+    return 50_000 if device.type == "cpu" else 1 << 20
 
 
 def row_chunks(response_mask: Tensor) -> list[RowChunk]:
     """All rows of a mask ``[B, T]``, each in one chunk; at least one chunk."""
-    (rows, width), positions = response_mask.shape, chunk_positions(response_mask.device)
-    if not (rows and width and type(response_mask) is Tensor and response_mask.device.type == "cpu"):
-        order = torch.arange(rows, device=response_mask.device)
-        return [RowChunk(some, width) for some in order.split(max(positions // max(width, 1), 1))]  # type: ignore[no-untyped-call]
+    (num_rows, width), positions = response_mask.shape, chunk_positions(response_mask.device)
     # Responses are of different lengths and mostly end long before the padding does: rows of like length together are half the
     # work. Not on a device, nor for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
+    if not (response_mask.numel() and type(response_mask) is Tensor and response_mask.device.type == "cpu"):
+        order = torch.arange(num_rows, device=response_mask.device)
+        return [RowChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
     numbers = torch.arange(1, width + 1, dtype=torch.int32)
-    parts = response_mask.split(max(positions // width, 1))  # type: ignore[no-untyped-call]
-    ends = [(part.bool() * numbers).amax(dim=-1) for part in parts]
-    lengths, order = torch.cat(ends).sort()
-    reach, chunks, last = lengths.tolist(), [], rows
+    lengths, order = in_row_blocks(lambda mask: (mask.bool() * numbers).amax(dim=-1), response_mask).sort()
+    reach, chunks, last = lengths.tolist(), [], num_rows
     while last > 0:
         longest = max(reach[last - 1], 1)
         first = max(last - max(positions // longest, 1), 0)
@@ -69,6 +70,7 @@ class LogProbs:
     @property
     def dtype(self) -> torch.dtype:
         """Of log-ratios and weights: the more precise of the two, float32 at least."""
+        # The gap is often as small as the last digit of a log-prob in bfloat16.
         return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
 
     def of(self, chunk: RowChunk) -> "LogProbs":
@@ -78,7 +80,10 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class RowContext:
-    """What diagnostics and rules may know about rows besides their log-probs; full diagnostics split their numbers by it."""
+    """What diagnostics and rules may know about rows besides their log-probs.
+
+    Where ages are known, numbers are split by them; full diagnostics split by all other facts, too.
+    """
 
     group_slots: Tensor | None = None
     """int64 ``[B]``: rows of one prompt share a number in [0, B)."""
@@ -93,15 +98,14 @@ class RowContext:
 
     def of(self, chunk: RowChunk) -> "RowContext":
         """The facts of some rows."""
-        facts = (self.group_slots, self.policy_versions, self.advantages, self.scores)
-        slots, versions, advantages, scores = (None if values is None else chunk.of(values) for values in facts)
-        return RowContext(slots, versions, self.current_version, advantages, scores)
+        names = ("group_slots", "policy_versions", "advantages", "scores")
+        return replace(self, **{name: chunk.of(value) for name in names if (value := getattr(self, name)) is not None})
 
     def ages(self, response_mask: Tensor) -> Tensor | None:
         """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``; None if unknown."""
         if self.policy_versions is None or self.current_version is None:
             return None
-        return torch.where(response_mask, self.current_version - _per_token(self.policy_versions), 0)
+        return torch.where(response_mask.bool(), self.current_version - _per_token(self.policy_versions), 0)
 
     def check(self, shape: torch.Size) -> None:
         """Raise ``ValueError`` unless every fact fits rows of log-probs ``[B, T]``."""
@@ -118,13 +122,10 @@ class RowContext:
 
 
 def newest_version(policy_versions: Tensor, response_mask: Tensor) -> Tensor:
-    """The newest version among the response tokens, an int64 scalar still on its device."""
+    """The newest version among the response tokens, an int64 scalar still on its device; without any the lowest there can be."""
     lowest = torch.iinfo(torch.int64).min
-    seen = [torch.full((1,), lowest, device=policy_versions.device)]
-    for chunk in row_chunks(response_mask):
-        versions = torch.where(chunk.of(response_mask).bool(), _per_token(chunk.of(policy_versions)), lowest)
-        seen.append(versions.amax()[None] if versions.numel() else seen[0])
-    return torch.cat(seen).amax()
+    versions = torch.where(response_mask.bool(), _per_token(policy_versions), lowest)
+    return versions.amax() if versions.numel() else torch.full((), lowest, device=versions.device)
 
 
 def _per_token(versions: Tensor) -> Tensor:

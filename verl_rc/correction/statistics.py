@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +12,18 @@ from torch.linalg import vecdot
 from torch.nn.functional import pad
 
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
-from verl_rc.correction.histogram import NUM_BINS
-from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, RowSums, row_sum
+from verl_rc.correction.by_age import buckets, gap, totals_by_age
+from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
+from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
-from verl_rc.correction.rejection import Means, Verdict, cause_means, exclusive_fractions, rule_totals
+from verl_rc.correction.rejection import Means, Verdict, exclusive_fractions, rejection_means, rule_totals
 from verl_rc.correction.rows import RowContext
-from verl_rc.correction.totals import FullTotals, Gap, Mean, Moments, T, Totals, map_totals
-from verl_rc.correction.weights import Weights, shared_weights, weight_totals, with_prompts
+from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Mean, Moments, Totals, map_totals
+from verl_rc.correction.weights import Weights, weight_totals
+from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
-NUM_AGES = NUM_TURNS = 5
-"""Token ages (in updates) and turns are told apart up to the last of these, which stands for all later ones too."""
+NUM_TURNS = 5
+"""Turns are told apart up to the last of these, which stands for all later ones too."""
 LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 """Upper edges, in response tokens and inclusive, of the length buckets; the last bucket has none."""
 
@@ -33,15 +36,14 @@ class CorrectionStatistics:
     """
 
     sums: Tensor
-    """float64: what adds up of ``Totals``, in the order of its fields; then, with full diagnostics, histograms of log-ratios
-    over tokens, of their sums over rows and of their means over rows."""
+    """float64: what adds up of ``Totals``, in the order of its fields; then, with full diagnostics, ``log_ratio_histograms``."""
     maxima: Tensor
     """float64: the extremes of ``Totals``."""
     layout: Totals[float]
     """The record itself, with 0 in place of every number."""
 
     @classmethod
-    def from_rows(cls, rows: Totals[Tensor], histograms: Sequence[Tensor]) -> "CorrectionStatistics":
+    def from_rows(cls, rows: Totals[Tensor], histograms: Tensor) -> "CorrectionStatistics":
         """Statistics of what every row adds: columns ``[B]``."""
         sums: list[Tensor] = []
         maxima: list[Tensor] = []
@@ -50,17 +52,22 @@ class CorrectionStatistics:
             (maxima if is_extreme else sums).append(column.double())
             return 0.0
 
+        # float64 also for counts: float32 would stop counting tokens at 16 million.
         layout = map_totals(put, rows)
         # Over no rows at all the maximum is that of the padding: nothing seen.
         largest = pad(torch.stack(maxima), (0, 1), value=-torch.inf).amax(dim=1)
-        return cls(torch.cat([torch.stack(sums).sum(dim=1), *histograms]), largest, layout)
+        return cls(torch.cat([torch.stack(sums).sum(dim=1), histograms]), largest, layout)
 
     def totals(self) -> Totals[Tensor]:
         """The record with scalars that are still on their device."""
         return self._filled(self.sums.unbind(), self.maxima.unbind())[0]
 
     def numbers(self) -> Numbers:
-        """Everything as Python numbers, read from the device in one copy."""
+        """Everything as Python numbers, read from the device in one copy, whoever asks how often."""
+        return self._numbers
+
+    @cached_property
+    def _numbers(self) -> Numbers:
         flat = torch.cat([self.maxima, self.sums]).tolist()
         totals, counts = self._filled(flat[len(self.maxima) :], flat)
         return Numbers(totals, [counts[start : start + NUM_BINS] for start in range(0, len(counts), NUM_BINS)])
@@ -88,90 +95,46 @@ class CorrectionStatistics:
         return replace(self, sums=sums, maxima=maxima)
 
 
-@dataclass(frozen=True)
-class RowColumns(Generic[T]):
-    """What is known of rows besides ``Totals`` once their tokens were seen: enough for everything that needs no token."""
-
-    sums: RowSums
-    train: T
-    """Sum of the log-probs of the valid tokens under the train policy."""
-    kept: T
-    """Response tokens that are kept."""
-    statistics: dict[str, T]
-    """Of the ``seq_*`` rules, by name."""
-    scores: T | None
-    group_slots: T | None
-
-
-def token_totals(
-    ratio: LogRatio, verdict: Verdict, weights: Weights | None, settings: CorrectionSettings, context: RowContext
+def row_totals(
+    ratio: LogRatio, verdict: Verdict, weights: Weights | None, settings: CorrectionSettings, facts: RowContext
 ) -> Totals[Tensor]:
-    """What every row adds as far as it needs the tokens."""
-    rows, tokens = ratio.rows, ratio.rows.tokens
-    excess, square = row_sum(ratio.excess), vecdot(ratio.excess, ratio.excess)
-    means = cause_means(ratio, verdict, settings) | {
-        "k3_kl": Mean((excess - row_sum(ratio.bounded)).clamp_min(0.0), tokens),  # rounding may leave a little below 0
-        "chi2_token": Mean(square + 2.0 * excess, tokens),  # the sum of rho^2 - 1, exact near 0
-        "safety_clamped_fraction": Mean(row_sum(ratio.holds(torch.ne, ratio.values, ratio.bounded)), tokens),
-    }
-    of_weights, of_rules, full = None, {}, None
-    if settings.weights is not None and weights is not None and not settings.weights.is_per_row:
-        of_weights, shares = weight_totals(weights, rows, settings.weights, ratio, full=settings.full)
+    """What every row adds, ``[b]``."""
+    means = _gap_means(ratio) | rejection_means(ratio, verdict, settings)
+    of_weights, rules, full = None, {}, None
+    if settings.weights is not None and weights is not None:
+        of_weights, shares = weight_totals(weights, settings.weights, ratio, full=settings.full)
         means |= shares
     for rule in settings.rules:
-        if rule.rule.is_per_token:
-            of_rules[rule.name], shares = rule_totals(rule, rows, ratio.divergence(rule.rule.divergence), ratio)
-            means |= shares
+        rules[rule.name], shares = rule_totals(rule, ratio, verdict)
+        means |= shares
+    by_age: tuple[AgeTotals[Tensor], ...] = ()
+    age: Extremes[Tensor] | None = None
+    if (ages := facts.ages(ratio.response)) is not None:
+        by_age, age = totals_by_age(ratio, ages, verdict, weights), extremes(ages, ratio.ones)
+        means["token_age_mean"] = Mean(row_sum(ages * ratio.ones), ratio.tokens)
     if settings.full:
-        means["log_ratio_exact_fraction"] = Mean(ratio.count(torch.eq, ratio.values, 0.0), tokens)
-        splits = exclusive_fractions(ratio, verdict) if settings.rejects else {}
-        full = _full_totals(ratio, verdict, Moments(excess, tokens, square), context, splits)
-    difference = -rows.mean(rows.log_ratio)
-    return Totals(tokens, verdict.kept, verdict.kept > 0, means, rows.extremes(difference), of_weights, of_rules, full)
+        means["log_ratio_exact_fraction"] = Mean(ratio.count(torch.eq, ratio.values, 0.0), ratio.tokens)
+        means["safety_clamped_seq_fraction"] = Mean(ratio.sums.abs() > LOG_RATIO_BOUND, ratio.real)
+        mask, product = ratio.response.bool(), torch.expm1(bound_log_ratio(ratio.sums))
+        begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
+        full = FullTotals(
+            log_ratio=extremes(ratio.values, ratio.ones),
+            token_ratios=Moments(row_sum(ratio.excess), ratio.tokens, vecdot(ratio.excess, ratio.excess)),
+            row_ratios=Moments(product, ratio.real, product.square()),
+            turns=tuple(gap(ratio, here * ratio.ones) for here in buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)),
+            splits=_splits(ratio, verdict, settings, facts),
+        )
+    difference = extremes(-ratio.mean(ratio.sums), ratio.tokens)
+    return Totals(ratio.tokens, verdict.kept, verdict.kept > 0, means, difference, of_weights, rules, by_age, age, full)
 
 
-def _full_totals(
-    ratio: LogRatio, verdict: Verdict, token_ratios: Moments[Tensor], context: RowContext, splits: Means
-) -> FullTotals[Tensor]:
-    mask = ratio.response.bool()
-    ages = context.ages(mask)
-    for name, compare in (("positive", torch.gt), ("negative", torch.lt)):
-        if context.advantages is not None:
-            found = ratio.holds(compare, context.advantages, 0.0).mul_(ratio.response)
-            kept = row_sum(found if verdict.keep_tokens is None else found * verdict.keep_tokens)
-            splits[f"kept_fraction_{name}_advantage"] = Mean(verdict.keep_rows * kept, row_sum(found))
-    if ages is not None:
-        splits["token_age_mean"] = Mean(row_sum(ages * ratio.ones), ratio.rows.tokens)
-    begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
-    product = torch.expm1(ratio.rows.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND))
-    return FullTotals(
-        log_ratio=ratio.extremes(ratio.values),
-        token_ratios=token_ratios,
-        row_ratios=Moments(product, ratio.rows.real, product.square()),
-        turns=_gaps(ratio, begins.cumsum(dim=-1) - 1, NUM_TURNS),
-        ages=() if ages is None else _gaps(ratio, ages, NUM_AGES),
-        age=None if ages is None else ratio.extremes(ages),
-        splits=splits,
-    )
-
-
-def _gaps(ratio: LogRatio, bucket: Tensor, buckets: int) -> tuple[Gap[Tensor], ...]:
-    """The gap by ``bucket``, an integer ``[b, t]``; the last of them holds all that are beyond it."""
-    places = bucket.clamp(0, buckets - 1)
-
-    def by_bucket(values: Tensor) -> tuple[Tensor, ...]:
-        sums = torch.zeros(len(values), buckets, dtype=torch.float64, device=values.device)
-        return sums.scatter_add_(1, places, values.double()).unbind(dim=1)
-
-    return tuple(map(Gap, *map(by_bucket, (ratio.ones, ratio.values, ratio.k3))))
-
-
-def completed(totals: Totals[Tensor], columns: RowColumns[Tensor], settings: CorrectionSettings) -> Totals[Tensor]:
-    """With what needs no token, computed for all rows at once: for a few at a time, calls would cost more than arithmetic."""
-    rows, real, response, kept = columns.sums, columns.sums.real, columns.sums.response_tokens, columns.kept
-    train, difference, any_response = rows.mean(columns.train), -rows.mean(rows.log_ratio), response.clamp_max(1.0)
+def _gap_means(ratio: LogRatio) -> Means:
+    """How far the policies are apart, before any weight or rule."""
+    tokens, real, response = ratio.tokens, ratio.real, ratio.response_tokens
+    excess, square = row_sum(ratio.excess), vecdot(ratio.excess, ratio.excess)
+    train, difference = ratio.mean(row_sum(ratio.train)), -ratio.mean(ratio.sums)
     rollout = train + difference
-    means = totals.means | {
+    return {
         "training_ppl": Mean(real * (-train).exp(), real),
         "training_log_ppl": Mean(-train, real),  # log-perplexities are minus mean log-probs
         "rollout_ppl": Mean(real * (-rollout).exp(), real),
@@ -179,42 +142,37 @@ def completed(totals: Totals[Tensor], columns: RowColumns[Tensor], settings: Cor
         "log_ppl_diff": Mean(difference, real),
         "log_ppl_abs_diff": Mean(difference.abs(), real),
         "ppl_ratio": Mean(real * difference.exp(), real),
-        "chi2_seq": Mean(torch.expm1(2.0 * rows.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)), real),
-        "kl": Mean(-rows.log_ratio, rows.tokens),
-        "nonfinite_token_fraction": Mean(response - rows.tokens, response),
+        "kl": Mean(-ratio.sums, tokens),
+        # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
+        "k3_kl": Mean((excess - row_sum(ratio.bounded)).clamp_min(0.0), tokens),
+        # rho^2 - 1 from rho - 1: exact near 0, and no second exponential.
+        "chi2_token": Mean(square + 2.0 * excess, tokens),
+        "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(ratio.sums)), real),
+        "nonfinite_token_fraction": Mean(response - tokens, response),
+        "safety_clamped_fraction": Mean(ratio.count(torch.ne, ratio.values, ratio.bounded), tokens),
     }
-    weights, rules, full = totals.weights, {}, totals.full
-    if settings.weights is not None and settings.weights.is_per_row:
-        weights, shares = weight_totals(shared_weights(rows, settings.weights), rows, settings.weights, None, full=settings.full)
-        means |= shares
-    if weights is not None and columns.group_slots is not None:
-        weights = with_prompts(weights, columns.group_slots)
-    for rule in settings.rules:
-        if rule.rule.is_per_token:
-            rules[rule.name] = totals.rules[rule.name]
-        else:
-            rules[rule.name], shares = rule_totals(rule, rows, columns.statistics[rule.name])
-            means |= shares
-    if settings.rejects:
-        means |= {
-            "rollout_rs_masked_fraction": Mean(response - kept, response),
-            "rollout_rs_seq_masked_fraction": Mean(kept < response, any_response),
-            "rollout_rs_seq_rejected_fraction": Mean(any_response * (kept == 0), any_response),
-        }
-    if full is not None:
-        means["safety_clamped_seq_fraction"] = Mean(rows.log_ratio.abs() > SAFETY_BOUND, real)
-        full = replace(full, splits=full.splits | _kept_splits(response, kept, columns.scores))
-    return replace(totals, means=means, weights=weights, rules=rules, full=full)
 
 
-def _kept_splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means:
-    """Share of tokens kept by length of the response and by correctness; scores of kept and of rejected rows."""
+def _splits(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings, facts: RowContext) -> Means:
+    """What each cause rejects alone; share of tokens kept by length of the response, sign of the advantage and correctness;
+    scores of kept and of rejected rows."""
+    splits = exclusive_fractions(ratio, verdict) if settings.rejects else {}
+    if facts.advantages is not None:
+        for name, found in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
+            kept = verdict.keep_rows * row_sum(found * verdict.keep_tokens * ratio.response)
+            splits[f"kept_fraction_{name}_advantage"] = Mean(kept, row_sum(found * ratio.response))
+    response, kept = ratio.response_tokens, verdict.kept
     groups = {f"length_le_{edge}": (response > low) & (response <= edge) for low, edge in pairwise((0, *LENGTH_EDGES))}
     groups[f"length_gt_{LENGTH_EDGES[-1]}"] = response > LENGTH_EDGES[-1]
-    splits = {}
-    if scores is not None:
-        scores, there = scores.detach().double(), response > 0
+    if facts.scores is not None:
+        scores, there = facts.scores.double(), response > 0
         groups |= {"correct": there & (scores > 0), "wrong": there & (scores <= 0)}
         for name, rows in (("kept", kept > 0), ("rejected", there & (kept == 0))):
             splits[f"{name}_score_mean"] = Mean(scores * rows, rows)
     return splits | {f"kept_fraction_{name}": Mean(kept * rows, response * rows) for name, rows in groups.items()}
+
+
+def log_ratio_histograms(ratio: LogRatio) -> Tensor:
+    """Counts of log-ratios over tokens, of their sums over rows and of their means over rows, one behind the other."""
+    of_rows = (log_ratio_histogram(logs, ratio.real) for logs in (ratio.sums, ratio.mean(ratio.sums)))
+    return torch.cat([log_ratio_histogram(ratio.values, ratio.ones), *of_rows])

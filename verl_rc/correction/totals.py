@@ -16,6 +16,7 @@ class Extremes(Generic[T]):
     """Largest and smallest value: the only numbers that do not add up, of which the largest counts; -inf: nothing was seen."""
 
     largest: T
+    # Negated, so that one maximum over rows, parts and ranks serves both.
     negated_smallest: T
 
 
@@ -57,14 +58,12 @@ class Moments(Mean[T]):
 
 @dataclass(frozen=True)
 class WeightSums(Generic[T]):
-    """Weights ``w`` of tokens, rows or prompts."""
+    """Weights ``w`` of tokens, rows or prompts: ``excess`` of ``w - 1``, the others of ``w``."""
 
+    # Near 1, where most weights are, sums of w round their spread away; near 0, where a band puts weights, sums of w - 1 do.
     excess: Moments[T]
-    """Of ``w - 1``: near 1, where most weights are, ``w`` itself rounds their spread away."""
     square: T
-    """Of ``w``: near 0, where a band puts weights, ``w - 1`` rounds them away."""
     extremes: Extremes[T]
-    """Of ``w``."""
 
     @property
     def mean(self: "WeightSums[float]") -> float:
@@ -78,23 +77,27 @@ class WeightSums(Generic[T]):
         0 when all weights are 0.
         """
         count = self.excess.count
+        # Equal weights can round to a little above 1.
         return min((count + self.excess.total) ** 2 / (count * self.square), 1.0) if count and self.square > 0 else 0.0
 
 
 @dataclass(frozen=True)
-class WeightTotals(Generic[T]):
-    """Importance weights before normalisation: those applied, and the raw ones before their threshold.
-
-    Those of rows and prompts are means over their tokens and rows. Raw ones of tokens and rows are there with full diagnostics
-    and where all tokens of a row share one weight, those of prompts with full diagnostics where groups are known.
-    """
+class WeightLevels(Generic[T]):
+    """Weights of tokens, and their means over the tokens of each row and over the rows of each prompt."""
 
     tokens: WeightSums[T]
     rows: WeightSums[T]
-    raw_tokens: WeightSums[T] | None
-    raw_rows: WeightSums[T] | None
     prompts: WeightSums[T] | None = None
-    raw_prompts: WeightSums[T] | None = None
+    """None: groups are unknown."""
+
+
+@dataclass(frozen=True)
+class WeightTotals(Generic[T]):
+    """Importance weights before normalisation."""
+
+    applied: WeightLevels[T]
+    raw: WeightLevels[T] | None
+    """Before the threshold: with full diagnostics, and where all tokens of a row share one weight."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,19 @@ class Gap(Generic[T]):
 
 
 @dataclass(frozen=True)
+class AgeTotals(Generic[T]):
+    """The tokens of one age."""
+
+    gap: Gap[T]
+    rejected: Mean[T]
+    """Response tokens that are rejected, of all."""
+    weights: WeightSums[T] | None
+    """Applied to these tokens, before normalisation."""
+    truncated: T | None
+    """Tokens whose weight the threshold changed."""
+
+
+@dataclass(frozen=True)
 class FullTotals(Generic[T]):
     """What full diagnostics add."""
 
@@ -130,9 +146,6 @@ class FullTotals(Generic[T]):
     """Of the product of a row's ratios, less 1."""
     turns: tuple[Gap[T], ...]
     """By turn of the policy; the last holds all later ones."""
-    ages: tuple[Gap[T], ...]
-    """By updates since the weights that sampled a token; the last holds all older ones. Empty: ages are unknown."""
-    age: Extremes[T] | None
     splits: dict[str, Mean[T]]
     """Metrics of some group of rows or tokens, by name, left out where nothing is in it."""
 
@@ -151,12 +164,15 @@ class Totals(Generic[T]):
     log_ppl_diff: Extremes[T]
     weights: WeightTotals[T] | None
     rules: dict[str, RuleTotals[T]]
-    """By name of the rule."""
+    ages: tuple[AgeTotals[T], ...]
+    """By updates since the weights that sampled a token; the last holds all older ones. Empty: ages are unknown."""
+    age: Extremes[T] | None
     full: FullTotals[T] | None
 
 
 def map_totals(convert: Callable[..., Any], *records: Any, is_extreme: bool = False) -> Any:
     """One record from records of one shape: ``convert(*numbers, is_extreme=...)`` in place of every number, in a fixed order."""
+    # Fields and dictionaries keep their order, so that every rank puts a number at the same place of the vector it reduces.
     first = records[0]
     if isinstance(first, dict):
         return {name: map_totals(convert, *(record[name] for record in records)) for name in first}

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.linalg import vecdot
 
-from verl_rc.config.rollout_correction import WeightSettings
+from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.log_ratio import SAFETY_BOUND, LogRatio, RowSums, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.rejection import Means
-from verl_rc.correction.totals import Extremes, Mean, Moments, WeightSums, WeightTotals
+from verl_rc.correction.totals import Mean, Moments, WeightLevels, WeightSums, WeightTotals
+from verl_rc.tensor_ops import bound_log_ratio
 
 
 @dataclass(frozen=True)
@@ -28,36 +29,39 @@ class Weights:
     """``w - 1`` before the threshold."""
     excess: Tensor
     """``w - 1`` after it, before normalisation."""
+    applied: Tensor
+    """``[b, t]``, in the precision of the log-ratios: ``w`` after the threshold for each token, 0 where none counts."""
 
 
-def importance_weights(ratio: LogRatio, settings: WeightSettings, *, neutral: bool) -> tuple[Weights, Tensor]:
-    """token: ``exp(l_t)``, which corrects the action but not the states; prefix: ``exp(sum_{s<=t} l_s)``, which corrects both
-    (per-decision importance sampling: Precup, Sutton and Singh 2000); else ``shared_weights``. Log-weights are bounded by ±20.
+def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights | None:
+    """``exp`` of a log-weight within ±``LOG_RATIO_BOUND``, then the threshold; None: none are asked for. Log-weights by level:
 
-    And what is applied to tokens ``[b, t]``; if ``neutral`` to response tokens that are not valid, too, as if their ratio were 1.
+    token: ``l_t``, which corrects the action but not the states. prefix: ``sum_{s<=t} l_s``, which corrects both (per-decision
+    importance sampling: Precup, Sutton and Singh 2000). sequence: ``sum_t l_t``, the unbiased ratio of whole responses.
+    geometric: ``mean_t l_t``, which does not grow with length. Under ``nonfinite_logprob=neutral`` response tokens that are not
+    valid get a weight, too, as if their ratio were 1.
     """
-    weighted, ones, dtype = ratio.response if neutral else ratio.ones, ratio.precise_ones, ratio.values.dtype
-    if settings.is_per_row:
-        weights = shared_weights(ratio.rows, settings)
-        return weights, (1.0 + weights.excess).to(dtype)[:, None] * weighted
+    if settings.weights is None:
+        return None
+    level, threshold, dtype = settings.weights.level, settings.weights.threshold, ratio.values.dtype
+    weighted = ratio.response if settings.nonfinite == "neutral" else ratio.ones
+    if settings.weights.is_per_row:
+        logs = ratio.sums if level == "sequence" else ratio.mean(ratio.sums)
+        # The sum is bounded, not its terms: single tokens beyond the bound may well make up for each other.
+        raw = torch.expm1(bound_log_ratio(logs))
+        excess = bounded_excess(raw, threshold)
+        return Weights(logs, raw, excess, (1.0 + excess).to(dtype)[:, None] * weighted)
     logs, raw = ratio.values, ratio.excess
-    if settings.level == "prefix":
-        logs = ratio.values.cumsum(dim=-1, dtype=torch.float64)  # thousands of terms: float32 would lose the last ones' digits
-        raw = torch.expm1(logs.clamp(-SAFETY_BOUND, SAFETY_BOUND))
-    excess = bounded_excess(raw, settings.threshold)
-    of_valid = excess * ones
-    applied = (1.0 + excess) * weighted if neutral else of_valid + ones
-    if settings.level == "prefix":
-        logs, raw = logs * ones, raw * ones
-    return Weights(logs, raw, of_valid), applied.to(dtype)
-
-
-def shared_weights(rows: RowSums, settings: WeightSettings) -> Weights:
-    """sequence: ``exp(sum_t l_t)``, the unbiased ratio of whole responses; geometric: ``exp(mean_t l_t)``, which does not grow
-    with length."""
-    logs = rows.log_ratio if settings.level == "sequence" else rows.mean(rows.log_ratio)
-    raw = torch.expm1(logs.clamp(-SAFETY_BOUND, SAFETY_BOUND))
-    return Weights(logs, raw, bounded_excess(raw, settings.threshold))
+    if level == "prefix":
+        # Sums of thousands of terms: float32 would lose the digits of the last ones.
+        logs = ratio.values.cumsum(dim=-1, dtype=torch.float64)
+        raw = torch.expm1(bound_log_ratio(logs))
+    excess = bounded_excess(raw, threshold)
+    applied = ((1.0 + excess) * weighted).to(dtype)
+    # Where no token is valid, prefixes run on, and a band without 1 in it leaves -1.
+    if level == "prefix":
+        logs, raw = logs * ratio.precise_ones, raw * ratio.precise_ones
+    return Weights(logs, raw, excess * ratio.precise_ones, applied)
 
 
 def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
@@ -72,60 +76,60 @@ def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
 
 
 def weight_totals(
-    weights: Weights, rows: RowSums, settings: WeightSettings, ratio: LogRatio | None, *, full: bool
+    weights: Weights, settings: WeightSettings, ratio: LogRatio, *, full: bool
 ) -> tuple[WeightTotals[Tensor], Means]:
-    """What every row adds to the statistics of weights, and to the metrics that are shares.
-
-    ``ratio`` knows which tokens are valid where every token has a weight of its own; None: all tokens of a row share one.
-    """
-    threshold, tokens, real = settings.threshold, rows.tokens, rows.real
-    raw_tokens: WeightSums[Tensor] | None = None
-    if ratio is None:
-        raw, applied = weights.raw_excess, weights.excess
-    else:
-        raw, applied = rows.mean(row_sum(weights.raw_excess)), rows.mean(row_sum(weights.excess))
-    rows_high, rows_low = real * (raw > threshold.upper - 1.0), real * (raw < threshold.reciprocal_lower - 1.0)
-    if ratio is None:
-        high, low, count, outside = rows_high, rows_low, real, tokens * (rows_high + rows_low)
-        of_tokens, raw_tokens = _sums_of_rows(applied, tokens), _sums_of_rows(raw, tokens)
+    """What every row adds to the statistics of weights, and to the metrics that are shares."""
+    threshold, tokens, real = settings.threshold, ratio.tokens, ratio.real
+    applied = _levels(weights.excess, ratio)
+    raw = _levels(weights.raw_excess, ratio) if full or settings.is_per_row else None
+    row_raw = weights.raw_excess if settings.is_per_row else ratio.mean(row_sum(weights.raw_excess))
+    rows_high, rows_low = real * (row_raw > threshold.upper - 1.0), real * (row_raw < threshold.reciprocal_lower - 1.0)
+    if settings.is_per_row:
+        high, low, judged, outside = rows_high, rows_low, real, tokens * (rows_high + rows_low)
     else:
         # Logarithms are compared, not weights: they are known beyond the safety bound, too.
         high = ratio.count(torch.gt, weights.logs, math.log(threshold.upper))
         low = ratio.count(torch.lt, weights.logs, math.log(threshold.reciprocal_lower))
-        outside, count, of_tokens = high + low, tokens, _sums_of_tokens(ratio, weights.excess)
-        raw_tokens = _sums_of_tokens(ratio, weights.raw_excess) if full else None
+        judged, outside = tokens, high + low
     means = {
-        "rollout_is_ratio_fraction_high": Mean(high, count),
-        "rollout_is_ratio_fraction_low": Mean(low, count),
+        "rollout_is_ratio_fraction_high": Mean(high, judged),
+        "rollout_is_ratio_fraction_low": Mean(low, judged),
         "rollout_is_seq_fraction_high": Mean(rows_high, real),
         "rollout_is_seq_fraction_low": Mean(rows_low, real),
     }
     if threshold.lower is not None:
         means["rollout_is_oob_ratio"] = Mean(outside, tokens)
-    raw_rows = None if raw_tokens is None else _sums_of_rows(raw, real)
-    return WeightTotals(of_tokens, _sums_of_rows(applied, real), raw_tokens, raw_rows), means
+    return WeightTotals(applied, raw), means
 
 
-def _sums_of_tokens(ratio: LogRatio, excess: Tensor) -> WeightSums[Tensor]:
-    w = excess + ratio.precise_ones
-    return WeightSums(Moments(row_sum(excess), ratio.rows.tokens, vecdot(excess, excess)), vecdot(w, w), ratio.extremes(w))
+def _levels(excess: Tensor, ratio: LogRatio) -> WeightLevels[Tensor]:
+    """What every row adds whose weights less 1 are ``excess``, ``[b, t]`` or, shared by all tokens of a row, ``[b]``."""
+    if excess.ndim == 1:
+        return WeightLevels(_sums_of_rows(excess, ratio.tokens), _sums_of_rows(excess, ratio.real))
+    tokens = sums_of_tokens(excess, ratio.precise_ones)
+    return WeightLevels(tokens, _sums_of_rows(ratio.mean(tokens.excess.total), ratio.real))
+
+
+def sums_of_tokens(excess: Tensor, ones: Tensor) -> WeightSums[Tensor]:
+    """What every row adds whose tokens' weights less 1 are ``excess``; float64 ``[b, t]``, as ``ones`` 0 where none counts."""
+    w = excess + ones
+    moments = Moments(row_sum(excess), row_sum(ones), vecdot(excess, excess))
+    return WeightSums(moments, vecdot(w, w), extremes(w, ones))
 
 
 def _sums_of_rows(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
     """What every row adds whose weight less 1 is ``excess`` ``[B]`` and counts ``count`` ``[B]`` times."""
-    w, empty = excess + 1.0, count == 0
-    extremes = Extremes(w.masked_fill(empty, -torch.inf), (-w).masked_fill(empty, -torch.inf))
-    return WeightSums(Moments(count * excess, count, count * excess.square()), count * w.square(), extremes)
+    w = excess + 1.0
+    moments = Moments(count * excess, count, count * excess.square())
+    return WeightSums(moments, count * w.square(), extremes(w, count))
 
 
 def with_prompts(weights: WeightTotals[Tensor], group_slots: Tensor) -> WeightTotals[Tensor]:
     """And what every prompt adds, ``[B]``: its weight is the mean over those of its rows that have valid tokens."""
 
-    def of_prompts(rows: WeightSums[Tensor]) -> WeightSums[Tensor]:
-        count, total = (
-            torch.zeros_like(column).index_add_(0, group_slots, column) for column in (rows.excess.count, rows.excess.total)
-        )
-        return _sums_of_rows(total / count.clamp_min(1.0), count.clamp_max(1.0))
+    def of_prompts(levels: WeightLevels[Tensor]) -> WeightLevels[Tensor]:
+        rows = levels.rows.excess
+        count, total = (torch.zeros_like(column).index_add_(0, group_slots, column) for column in (rows.count, rows.total))
+        return replace(levels, prompts=_sums_of_rows(total / count.clamp_min(1.0), count.clamp_max(1.0)))
 
-    raw = None if weights.raw_rows is None else of_prompts(weights.raw_rows)
-    return replace(weights, prompts=of_prompts(weights.rows), raw_prompts=raw)
+    return WeightTotals(of_prompts(weights.applied), None if weights.raw is None else of_prompts(weights.raw))

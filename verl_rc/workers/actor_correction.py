@@ -12,7 +12,7 @@ from verl_rc.data.batches import TrainBatch
 from verl_rc.distributed.process_group import DeviceMesh, all_reduce_max, all_reduce_sum
 from verl_rc.ppo.choices import needs_statistics_first
 from verl_rc.ppo.objective import MiniBatchCounts, correct_current, kept_counts, measure_current
-from verl_rc.weight_sync.proof import LogProbGap, token_gaps
+from verl_rc.weight_sync.proof import LogProbGap
 
 CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
 """Rows of a micro-batch to the rows themselves and their current log-probs ``[B, R]``, without gradient."""
@@ -91,8 +91,11 @@ class ActorCorrection:
         )
 
     def _add_gap(self, batch: TrainBatch, log_probs: Tensor) -> None:
-        gaps = token_gaps(log_probs, batch.rollout_log_probs, batch.response_mask)
+        gaps = (log_probs - batch.rollout_log_probs).abs().double()
+        # Cut by a product of masks, not by an index: the host would wait for the size of the result.
+        counted = batch.response_mask & gaps.isfinite()
+        gaps = torch.where(counted, gaps, 0.0)
         if gaps.numel():
             sums, largest = self._gap
-            found = torch.stack([gaps.sum(), gaps.new_tensor(gaps.numel())])
+            found = torch.stack([gaps.sum(), counted.sum().double()])
             self._gap = sums.to(gaps.device) + found, torch.maximum(largest.to(gaps.device), gaps.max()[None])

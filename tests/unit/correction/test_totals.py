@@ -41,8 +41,6 @@ def test_records_are_mapped_number_by_number_in_one_order() -> None:
         token_ratios=Moments(3, 4, 5),
         row_ratios=Moments(6, 7, 8),
         turns=(Gap(9, 10, 11), Gap(12, 13, 14)),
-        ages=(),
-        age=None,
         splits={"b": Mean(15, 16), "a": Mean(17, 18)},
     )
     seen: list[tuple[int, bool]] = []
@@ -50,4 +48,3 @@ def test_records_are_mapped_number_by_number_in_one_order() -> None:
     assert seen == [(number, number <= 2) for number in range(1, 19)]
     assert doubled.turns[1] == Gap(24, 26, 28)
     assert doubled.splits == {"b": Mean(30, 32), "a": Mean(34, 36)}
-    assert doubled.age is None
