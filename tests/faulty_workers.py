@@ -36,7 +36,9 @@ class FaultyEngine(RolloutEngine):
         return self.cache_resets
 
     def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
-        transfer = self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        transfer = self._loop.call(
+            lambda sampler: sampler.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        )
         load, held = transfer.model.load_weights, self.__dict__.setdefault("held", {})
         if self.fault == "skipped_sync":
             # The worst kind: everything is received and acknowledged, the version is echoed, and the old weights stay.
@@ -46,7 +48,7 @@ class FaultyEngine(RolloutEngine):
                 transfer.update_weights({"manifest": manifest, "bucket_bytes": bucket_bytes})
             finally:
                 transfer.model.load_weights = load
-            self._llm.llm_engine.set_weight_version(str(version))
+            self._loop.call(lambda sampler: sampler.llm.llm_engine.set_weight_version(str(version)))
             self.reset_prefix_cache()
             return [{"digests": transfer.digests, "not_loaded": []}]
 
