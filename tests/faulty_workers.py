@@ -12,6 +12,7 @@ from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.actor_correction import ActorCorrection
@@ -71,18 +72,23 @@ class FaultyEngine(RolloutEngine):
             super().reset_prefix_cache()
             self.cache_resets += 1
 
-    def generate(self, requests: list[GenerationRequest], options: SamplingOptions) -> Completions:
-        if self.fault == "other_temperature":
-            options = replace(options, temperature=1.5 * options.temperature)
-        completions = super().generate(requests, options)
-        if self.fault == "nan_log_prob" and len(requests) > BAD_ROW:
-            completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
-        return completions
+    def submit(self, samples: Sequence[Sample]) -> None:
+        super().submit([replace(sample, options=self._options_of(sample.options)) for sample in samples])
+
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+        return super().generate(requests, self._options_of(options))
+
+    def _options_of(self, options: SamplingOptions) -> SamplingOptions:
+        factor = 1.5 if self.fault == "other_temperature" else 1.0
+        return replace(options, temperature=factor * options.temperature)
 
     def _collect(self, outputs: list[CompletionOutput]) -> Completions:
         if self.fault == "missing_log_prob" and len(outputs) > BAD_ROW:
             outputs[BAD_ROW].logprobs = None
-        return super()._collect(outputs)
+        completions = super()._collect(outputs)
+        if self.fault == "nan_log_prob" and len(outputs) > BAD_ROW:
+            completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
+        return completions
 
 
 class FaultyPolicyWorker(PolicyWorker):
