@@ -171,7 +171,7 @@ class EngineGroup:
 
         They are sampled by the weights that the engines have, or get by an update that has begun.
         """
-        numbers, of_engines = self._work.add(requests, options, evenly=False)
+        numbers, of_engines = self._work.add(requests, options, awaited=False)
         with suppress(EnginesLostError):  # the next ``collect`` finds it too
             self.wait(self._hand_over(of_engines))
         return numbers
@@ -201,7 +201,7 @@ class EngineGroup:
         new engine gets what the old one had not given back: in the same composition, when nothing had been collected. A request's
         seed is all that a sample depends on, so it comes out as it would have.
         """
-        numbers, of_engines = self._work.add(requests, options, evenly=True)
+        numbers, of_engines = self._work.add(requests, options, awaited=True)
         self._hand_over(of_engines)
         busy_seconds = 0.0
         try:

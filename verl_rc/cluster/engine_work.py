@@ -45,12 +45,15 @@ class EngineWork:
         """The row of each number in the batches, joined."""
 
     def add(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions, evenly: bool
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, awaited: bool
     ) -> tuple[list[int], dict[int, list[Sample]]]:
-        """Place requests, see ``place``; returns their numbers, in order, and the samples to be handed to each engine."""
-        samples = [Sample(next(self._numbers), request, options) for request in requests]
+        """Place requests; returns their numbers, in order, and the samples to be handed to each engine.
+
+        ``awaited``: somebody waits for all of them, so they are placed evenly and go ahead of what is not.
+        """
+        samples = [Sample(next(self._numbers), request, options, awaited) for request in requests]
         prompts = [request.prompt_token_ids for request in requests]
-        placed = place(prompts, [len(samples) for samples in self._unfinished], evenly)
+        placed = place(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
         of_engines = {
             engine: [samples[position] for position in positions] for engine, positions in enumerate(placed) if positions
         }

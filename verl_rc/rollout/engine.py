@@ -138,7 +138,7 @@ class RolloutEngine:
             raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Hand samples over; returns at once."""
+        """Hand samples over; returns at once. ``collect`` returns them."""
         self._loop.submit(samples, self._box)
 
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> tuple[list[int], Completions]:
@@ -154,7 +154,7 @@ class RolloutEngine:
         Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
         """
         box: Box = []
-        self._loop.submit([Sample(row, request, options) for row, request in enumerate(requests)], box, ahead=True)
+        self._loop.submit([Sample(row, request, options, ahead=True) for row, request in enumerate(requests)], box)
         return self._completions(self._loop.take(box, at_least=len(requests)))[1]
 
     def _completions(self, ended: Box) -> tuple[list[int], Completions]:

@@ -28,6 +28,8 @@ class Sample:
     """Its place in the order: of the samples that wait, the lowest begins first."""
     request: GenerationRequest
     options: SamplingOptions
+    ahead: bool = False
+    """It begins before all that are not; of these none begins as long as it has not ended. Those that have begun go on."""
 
 
 class Sampler(Protocol):
@@ -64,7 +66,6 @@ class _Handed:
 
     sample: Sample
     box: Box
-    ahead: bool
 
 
 class StepLoop(Generic[S]):
@@ -83,6 +84,7 @@ class StepLoop(Generic[S]):
         self._waiting: list[tuple[bool, int, int, _Handed]] = []
         """A heap of samples handed over but not begun; in order: ahead of others or not, number, arrival."""
         self._under_way: dict[str, _Handed] = {}
+        self._ahead_under_way = 0
         self._arrivals = count()
         self._holds: set[str] = set()
         self._thread = threading.Thread(target=self._run, args=(build,), name="step loop", daemon=True)
@@ -91,19 +93,12 @@ class StepLoop(Generic[S]):
 
     # called from outside
 
-    def submit(self, samples: Sequence[Sample], box: Box, ahead: bool = False) -> None:
-        """Hand samples over; returns at once.
-
-        Args:
-            samples: What to sample.
-            box: Where they are put as they end, for ``take``.
-            ahead: They go before those handed over without it, of which none begins as long as one of these has not ended.
-                Those that have begun go on.
-        """
+    def submit(self, samples: Sequence[Sample], box: Box) -> None:
+        """Hand samples over; returns at once. They are put into ``box`` as they end, from where ``take`` takes them."""
 
         def add(_: S) -> None:
             for sample in samples:
-                heapq.heappush(self._waiting, (not ahead, sample.number, next(self._arrivals), _Handed(sample, box, ahead)))
+                heapq.heappush(self._waiting, (not sample.ahead, sample.number, next(self._arrivals), _Handed(sample, box)))
 
         self._post(add, when_empty=False)
 
@@ -199,10 +194,11 @@ class StepLoop(Generic[S]):
         """Begin samples, as far as there is room and none that goes ahead holds them back."""
         while self._waiting and len(self._under_way) < sampler.capacity:
             behind, _, arrival, handed = self._waiting[0]
-            if behind and any(other.ahead for other in self._under_way.values()):
+            if behind and self._ahead_under_way:
                 return
             heapq.heappop(self._waiting)
             self._under_way[str(arrival)] = handed
+            self._ahead_under_way += handed.sample.ahead
             sampler.begin(str(arrival), handed.sample)
 
     def _file(self, ended: Sequence[tuple[str, Any]]) -> None:
@@ -211,5 +207,6 @@ class StepLoop(Generic[S]):
         with self._changed:
             for key, response in ended:
                 handed = self._under_way.pop(key)
+                self._ahead_under_way -= handed.sample.ahead
                 handed.box.append((handed.sample.number, response))
             self._changed.notify_all()

@@ -44,6 +44,7 @@ class Engine:
         if method == "submit":
             [samples] = arguments
             assert all(sample.options == OPTIONS for sample in samples)
+            assert all(sample.ahead == (sample.request.seed < 10) for sample in samples)  # seeds from 10 on: ``group.submit``
             self.asked.append([sample.request.seed for sample in samples])
             self.ended += samples
             return Call(None)

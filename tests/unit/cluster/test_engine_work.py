@@ -72,7 +72,7 @@ def test_everything_is_placed_once_and_as_the_rule_says(sizes: list[int], unfini
 
 def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
     work = EngineWork(2)
-    numbers, handed = work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, evenly=True)
+    numbers, handed = work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
     assert numbers == list(range(8))
     assert {engine: [sample.number for sample in samples] for engine, samples in handed.items()} == {
         0: [0, 1, 4, 5],
@@ -95,19 +95,19 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
 
 def test_new_work_goes_where_the_least_is_left() -> None:
     work = EngineWork(2)
-    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, evenly=True)
+    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
     work.file({1: ([3, 7], completions([3, 7]))})
-    _, handed = work.add([GenerationRequest([9], 9)], OPTIONS, evenly=False)
+    _, handed = work.add([GenerationRequest([9], 9)], OPTIONS, awaited=False)
     assert list(handed) == [1]
 
 
 def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> None:
     work = EngineWork(1)
-    first, _ = work.add([GenerationRequest([0], seed) for seed in range(3)], OPTIONS, evenly=True)
+    first, _ = work.add([GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=True)
     work.file({0: ([0], completions([0]))})
     work.forget(first)
     assert work.busy_engines() == []
-    second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, evenly=True)
+    second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True)
     assert second == [3]
     work.file({0: ([1, 2, 3], completions([1, 2, 33]))})
     work.file({0: ([2], completions([2]))})

@@ -46,8 +46,8 @@ class Countdown:
         return [(key, (self.length[key], self.version)) for key in ended]
 
 
-def sample(number: int, length: int) -> Sample:
-    return Sample(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS)
+def sample(number: int, length: int, ahead: bool = False) -> Sample:
+    return Sample(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS, ahead)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_samples_ahead_let_what_has_begun_go_on_and_hold_the_rest_back(loops: An
     loop, training, validation = loops(capacity=2), [], []
     loop.submit([sample(number, 3) for number in range(3)], training)
     allow(steps, 1)
-    loop.submit([sample(90, 1), sample(91, 3)], validation, ahead=True)
+    loop.submit([sample(90, 1, ahead=True), sample(91, 3, ahead=True)], validation)
     steps.release(100)
     assert len(loop.take(validation, at_least=2, wait_seconds=PATIENCE)) == 2
     assert len(loop.take(training, at_least=3, wait_seconds=PATIENCE)) == 3
