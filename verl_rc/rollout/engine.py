@@ -97,6 +97,13 @@ class RolloutEngine:
         """The device of each worker, named as trainer ranks name theirs."""
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_device"))
 
+    def run_empty(self) -> None:
+        """Wait until everything that was handed over before has ended; what comes later waits for the next whole update.
+
+        For a sender that is not to wait in a broadcast meanwhile; ``begin_update`` and ``receive_weights`` do it too.
+        """
+        self._loop.call(lambda _: None, when_empty=True, hold="update")
+
     def begin_update(self) -> None:
         """Make the model loadable; every bucket of the update follows, then ``finish_update``. Nothing is sampled meanwhile."""
         self._loop.call(lambda sampler: sampler.llm.start_weight_update(), when_empty=True, hold="update")

@@ -116,6 +116,7 @@ def test_without_somebody_who_replaces_them_the_loss_is_the_error(monkeypatch: p
     engines[0].failure = DEAD
     with pytest.raises(EnginesLostError, match="died"):
         group.generate(requests(0), OPTIONS)
+    assert group._work.busy_engines() == []  # nobody waits for it any more
     engines[0].failure = None
     assert group.generate(requests(5), OPTIONS).result.responses.tolist() == [[5]]
 
