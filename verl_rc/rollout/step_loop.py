@@ -177,6 +177,7 @@ class StepLoop(Generic[S]):
             return self._commands.popleft() if self._may_obey() else None
 
     def _may_obey(self) -> bool:
+        # A call for an empty sampler does not wait for samples that are held: it may be the one that releases them.
         return bool(self._commands) and not (self._commands[0].when_empty and self._may_step())
 
     def _may_step(self) -> bool:
