@@ -10,7 +10,7 @@ Example: python scripts/make_tiny_model.py --output_dir models/tiny
 import argparse
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from verl_rc.config.checks import output_folder
@@ -29,11 +29,12 @@ CHAT_TEMPLATE = (
 def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """One token per byte, plus an end and a padding token.
 
-    It is a byte-level BPE without merges. transformers replaces the pre-tokenizer of a Qwen2 folder by Qwen2's own when
-    it is loaded through ``AutoTokenizer``; without merges both cut text into the same tokens.
+    It is a byte-level BPE without merges. transformers replaces normalizer and pre-tokenizer of a Qwen2 folder by Qwen2's own
+    when it is loaded through ``AutoTokenizer``: Unicode's NFC here as there, and without merges both cut text alike.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (END_TOKEN, PAD_TOKEN)])
