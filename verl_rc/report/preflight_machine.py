@@ -27,6 +27,10 @@ from verl_rc.report.memory import (
 from verl_rc.rollout.fp8_products import SlowFp8Error, measured_fp8_products
 from verl_rc.workers.host import available_memory, usable_cores
 
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_MIB = 1
+"""A run on a CPU with one engine needs no more of it (Ray's object store and the transport of weights go elsewhere)."""
+
 _MARKS = {"ok": "ok  ", "failed": "FAIL", "note": "note"}
 
 
@@ -176,7 +180,8 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
 def refuse_too_little_memory(config: RunConfig) -> None:
     """Raise ``ConfigError`` when not even the libraries of trainer and engine processes fit into the memory that is left.
 
-    Linux would kill one of them in the middle of its start.
+    Linux would kill one of them in the middle of its start. A full ``/dev/shm``, in which vLLM and the transport of weights
+    make their segments, ends an engine in its start as well.
     """
     if config.ray_kwargs.ray_init.address is not None:
         return
@@ -187,6 +192,12 @@ def refuse_too_little_memory(config: RunConfig) -> None:
         raise ConfigError(
             f"{_size(needed)} of memory must be free for the libraries of {ranks} trainer process(es) and {engines} engine "
             f"process(es), got {_size(available)}: end other programs, or take a machine with more."
+        )
+    shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+    if shared is not None and shared < SHARED_MEMORY_MIB * MIB:
+        raise ConfigError(
+            f"{SHARED_MEMORY} must have {SHARED_MEMORY_MIB} MiB free for the shared memory of engines, got {shared >> 10} KiB: "
+            "remove what other programs left there, or give a container more (docker run --shm-size=2g)."
         )
 
 

@@ -112,6 +112,14 @@ def test_a_machine_without_memory_for_the_libraries_is_refused(
     machine.refuse_too_little_memory(config_of({"ray_kwargs.ray_init.address": "auto"}))
 
 
+@pytest.mark.parametrize(("kibibytes", "starts"), [(1023, False), (1024, True)])
+def test_full_shared_memory_is_refused(kibibytes: int, starts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=kibibytes << 10))
+    context = nullcontext() if starts else pytest.raises(ConfigError, match=r"/dev/shm must have 1 MiB free.*got 1023 KiB")
+    with context:
+        machine.refuse_too_little_memory(config_of({}))
+
+
 @pytest.mark.parametrize(("gpu_bytes", "status"), [(10**11, "ok"), (10**10, "failed")])
 def test_memory_of_a_gpu(gpu_bytes: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of({"trainer.device": "cuda"})
