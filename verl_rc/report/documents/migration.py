@@ -31,8 +31,8 @@ data files, names of metrics (`rollout_corr/*`, `actor/*`, `critic/*`, `timing_s
 signature of reward functions are verl's; its `actor/perf/*` memory is `perf/*` here, as it was in
 earlier releases.
 
-`verl-rc docs` writes this page from the tables of refused and renamed keys in `verl_rc/config/verl`, and
-by translating the examples below.
+`verl-rc docs` writes this page from the tables of refused and renamed keys in
+`verl_rc/config/verl`, and by translating the examples below.
 """
 
 SAME_KEYS: Mapping[str, tuple[str, str]] = {

@@ -204,6 +204,11 @@ def full_diagnostics_of_tokens():
             "age_0_token_fraction": 2 / 4,
             "age_0_kl": (0 + 2) / 2 * LN2,
             "age_0_k3_kl": (1 / 4 + 2 * LN2 - 1) / 2,
+            "age_0_rejected_fraction": 1 / 2,
+            "age_0_rollout_is_mean": (1 + 1 / 4) / 2,
+            "age_0_rollout_is_ess": (1 + 1 / 4) ** 2 / (2 * (1 + 1 / 16)),
+            "age_2_rollout_is_max": 2,
+            "age_2_rollout_is_truncated_fraction": 1,
         },
     )
 
