@@ -46,7 +46,7 @@ def train(services: Services, state: RunState) -> None:
         state.rollout_gap_limit = stages.judge_proximal_gap(services, state, samples.rollouts, evaluations, record)
         control = Control.of(algorithm, state.control)
         with record.stage("adv"):
-            scored = build_train_batch(samples, evaluations, algorithm, control)
+            scored = build_train_batch(samples, evaluations, algorithm, control, state.step)
         stages.describe_batch(services, samples, evaluations, scored, control, record)
         control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics)
         state.control = control.moved
