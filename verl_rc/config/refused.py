@@ -277,7 +277,6 @@ _OTHER_LEAVES = {
         f"skip.{what}": Refusal("rollouts are never replayed from a file; write enable=False", _OFF, switch="enable")
         for what in ("rollout", "rollout_tq", "async_rollout")
     },
-    "async_training": Refusal("asynchronous training is not built; drop it"),
     "rollout": Refusal(
         "asynchronous training is not built; write actor_rollout_ref.hybrid_engine=False for engines on devices of their own"
     ),
