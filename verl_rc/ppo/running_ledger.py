@@ -76,8 +76,8 @@ class RunningLedger:
         if lost or surplus or counted != self.admitted:
             raise LedgerError(
                 f"each of {self.admitted} admitted groups must be trained on, filtered, failed, stale or in flight, exactly "
-                f"once, but {counted} are; {sorted(lost)[:5]} ({len(lost)}) were lost, {sorted(surplus)[:5]} ({len(surplus)}) are "
-                "open though they ended."
+                f"once, but {counted} are; {sorted(lost)[:5]} ({len(lost)}) were lost, {sorted(surplus)[:5]} ({len(surplus)}) "
+                "are open though they ended."
             )
         unknown = {name: count for name, count in accounts.items() if name not in RUN_TOKEN_ACCOUNTS or count < 0}
         closing = sum(open_tokens.values())
