@@ -12,6 +12,7 @@ from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.workers.accumulate import ObjectiveTotals
 from verl_rc.workers.actor_correction import ActorCorrection
@@ -36,7 +37,9 @@ class FaultyEngine(RolloutEngine):
         return self.cache_resets
 
     def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
-        transfer = self._llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        transfer = self._loop.call(
+            lambda sampler: sampler.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        )
         load, held = transfer.model.load_weights, self.__dict__.setdefault("held", {})
         if self.fault == "skipped_sync":
             # The worst kind: everything is received and acknowledged, the version is echoed, and the old weights stay.
@@ -46,7 +49,7 @@ class FaultyEngine(RolloutEngine):
                 transfer.update_weights({"manifest": manifest, "bucket_bytes": bucket_bytes})
             finally:
                 transfer.model.load_weights = load
-            self._llm.llm_engine.set_weight_version(str(version))
+            self._loop.call(lambda sampler: sampler.llm.llm_engine.set_weight_version(str(version)))
             self.reset_prefix_cache()
             return [{"digests": transfer.digests, "not_loaded": []}]
 
@@ -69,18 +72,23 @@ class FaultyEngine(RolloutEngine):
             super().reset_prefix_cache()
             self.cache_resets += 1
 
-    def generate(self, requests: list[GenerationRequest], options: SamplingOptions) -> Completions:
-        if self.fault == "other_temperature":
-            options = replace(options, temperature=1.5 * options.temperature)
-        completions = super().generate(requests, options)
-        if self.fault == "nan_log_prob" and len(requests) > BAD_ROW:
-            completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
-        return completions
+    def submit(self, samples: Sequence[Sample]) -> None:
+        super().submit([replace(sample, options=self._options_of(sample.options)) for sample in samples])
+
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+        return super().generate(requests, self._options_of(options))
+
+    def _options_of(self, options: SamplingOptions) -> SamplingOptions:
+        factor = 1.5 if self.fault == "other_temperature" else 1.0
+        return replace(options, temperature=factor * options.temperature)
 
     def _collect(self, outputs: list[CompletionOutput]) -> Completions:
         if self.fault == "missing_log_prob" and len(outputs) > BAD_ROW:
             outputs[BAD_ROW].logprobs = None
-        return super()._collect(outputs)
+        completions = super()._collect(outputs)
+        if self.fault == "nan_log_prob" and len(outputs) > BAD_ROW:
+            completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
+        return completions
 
 
 class FaultyPolicyWorker(PolicyWorker):

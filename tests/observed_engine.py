@@ -1,9 +1,20 @@
 """A real engine that can be asked what it would tell vLLM where sleeping is possible."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 from verl_rc.rollout.engine import RolloutEngine
+
+
+class RecordingLoop:
+    """Carries actions out on a sampler that does nothing but remember them."""
+
+    def __init__(self) -> None:
+        self.sampler = Mock()
+
+    def call(self, action: Callable[[Any], Any], **_: Any) -> Any:
+        return action(self.sampler)
 
 
 class ObservedEngine(RolloutEngine):
@@ -11,11 +22,11 @@ class ObservedEngine(RolloutEngine):
 
     def calls_around_an_update(self) -> list[Any]:
         """What a sleep, and the two wakings around an update, ask of a vLLM built with ``enable_sleep_mode``."""
-        can_sleep, llm = self._can_sleep, self._llm
-        self._can_sleep, self._llm = True, Mock()
+        can_sleep, loop, recording = self._can_sleep, self._loop, RecordingLoop()
+        self._can_sleep, self._loop = True, recording
         try:
             answers = [self.sleep(), self.wake_up(["weights"]), self.wake_up(["kv_cache"])]
             assert answers == [True, True, True]
-            return [(name, arguments, options) for name, arguments, options in self._llm.mock_calls]
+            return [(name, arguments, options) for name, arguments, options in recording.sampler.llm.mock_calls]
         finally:
-            self._can_sleep, self._llm = can_sleep, llm
+            self._can_sleep, self._loop = can_sleep, loop

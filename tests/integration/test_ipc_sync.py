@@ -1,7 +1,11 @@
-"""A real engine borrows the trainer's weights bucket by bucket, and then computes with exactly these weights."""
+"""A real engine borrows the trainer's weights bucket by bucket, and then computes with exactly these weights.
+
+What it samples is cut off by none of this, and depends on weights, prompt and seed alone.
+"""
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from verl_rc.cluster.environment import engine_environment
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.proof import SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
@@ -23,6 +28,7 @@ from verl_rc.weight_sync.transfer_group import TransferAddress
 BUCKET_BYTES = 20 << 10
 # Longer than one block of 32 tokens, so that a second request finds a cached prefix.
 PROMPT = [5 + index % 7 for index in range(40)]
+WIDTH = 40
 GREEDY = SamplingOptions(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, stop_token_ids=(), ignore_eos=True)
 
 
@@ -30,7 +36,7 @@ GREEDY = SamplingOptions(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, sto
 def engine(task: dict[str, Path]) -> Iterator[OtherProcess]:
     """A RolloutEngine in fp32 in a process of its own, without Ray."""
     arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "block_size": 32, "skip_tokenizer_init": True}
-    options = EngineOptions(str(task["model"]), "float32", max_model_len=96, response_width=8, arguments=arguments)
+    options = EngineOptions(str(task["model"]), "float32", max_model_len=96, response_width=WIDTH, arguments=arguments)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     process = OtherProcess("observed_engine:ObservedEngine", environment, options=options)
     yield process
@@ -74,13 +80,14 @@ def change(model: Any, seed: int) -> None:
 def gap_to_model(model: Any, engine: OtherProcess, version: int) -> float:
     """Largest |log-prob of the engine - log-prob of transformers| over greedily generated tokens, nats."""
     completions: Completions = engine.call("generate", [GenerationRequest(PROMPT, seed=0)], GREEDY)
-    assert set(completions.policy_versions[0].tolist()) == {version}
-    tokens = torch.tensor([PROMPT + completions.responses[0].tolist()])
+    assert set(completions.policy_versions[0, : GREEDY.max_tokens].tolist()) == {version}
+    sampled = completions.responses[0, : GREEDY.max_tokens]
+    tokens = torch.tensor([PROMPT + sampled.tolist()])
     with torch.no_grad():
         log_probs = model(tokens).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    assert torch.equal(log_probs.argmax(-1), completions.responses[0])
-    expected = log_probs.gather(-1, completions.responses[0][:, None])[:, 0]
-    return float((expected - completions.rollout_log_probs[0]).abs().max())
+    assert torch.equal(log_probs.argmax(-1), sampled)
+    expected = log_probs.gather(-1, sampled[:, None])[:, 0]
+    return float((expected - completions.rollout_log_probs[0, : GREEDY.max_tokens]).abs().max())
 
 
 def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
@@ -137,6 +144,63 @@ def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, en
             engine.call("load_bucket", handle)
     with pytest.raises(SyncProofError, match="must receive all"):
         check_receipts(sender.manifest, sender.release(), [engine.call("finish_update", 5)], 5)
+
+
+def samples(count: int, first: int = 0) -> list[Sample]:
+    """Of different lengths and seeds, on eight prompts of which the longest fills more than one block."""
+    sampling = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=WIDTH, stop_token_ids=(), ignore_eos=True)
+    return [
+        Sample(number, GenerationRequest(PROMPT[: 5 + 5 * (number % 8)], seed=number, max_tokens=WIDTH - number % 11), sampling)
+        for number in range(first, first + count)
+    ]
+
+
+def collect(engine: OtherProcess, count: int) -> dict[int, Completions]:
+    """The next so many that end, by number, and how many calls they took."""
+    rows: dict[int, Completions] = {}
+    while len(rows) < count:
+        numbers, completions = engine.call("collect", 1, 60.0)
+        rows |= {number: completions[row : row + 1] for row, number in enumerate(numbers)}
+    return rows
+
+
+def test_when_samples_come_and_with_which_others_changes_no_bit(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+    change(model, seed=8)
+    publish(sender, engine, 8)
+    wanted = samples(48)
+    whole: Completions = engine.call("generate", [sample.request for sample in wanted], wanted[0].options)
+    for start in range(0, 48, 7):
+        engine.call("submit", wanted[start : start + 7])
+        time.sleep(0.02)
+    apart = Completions.cat([row for _, row in sorted(collect(engine, 48).items())])
+    assert whole.policy_versions.unique().tolist() == [-1, 8]
+    assert len(set(map(tuple, whole.responses.tolist()))) == 48
+    for field in ("responses", "response_lengths", "rollout_log_probs", "policy_versions", "finished"):
+        assert torch.equal(getattr(whole, field), getattr(apart, field)), field
+
+
+def test_an_update_under_load_cuts_nothing_off_and_every_response_has_one_version(
+    model: Any, sender: WeightSender, engine: OtherProcess
+) -> None:
+    change(model, seed=10)
+    publish(sender, engine, 10)
+    engine.call("submit", samples(16))
+    change(model, seed=11)
+    publish(sender, engine, 11)
+    engine.call("submit", samples(4, first=16))
+    rows = collect(engine, 20)
+    for number, row in rows.items():
+        length = int(row.response_lengths)
+        assert length == WIDTH - number % 11
+        assert set(row.policy_versions[0, :length].tolist()) == {10 if number < 16 else 11}, number
+
+
+def test_a_cache_that_cannot_be_reset_under_load_is_an_error(engine: OtherProcess) -> None:
+    engine.call("submit", samples(16))
+    with pytest.raises(RuntimeError, match="must be empty after a weight update"):
+        engine.call("reset_prefix_cache")
+    assert len(collect(engine, 16)) == 16
+    engine.call("reset_prefix_cache")
 
 
 def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(engine: OtherProcess) -> None:

@@ -1,9 +1,10 @@
-"""The engines as one: requests are split over them in contiguous shares, completions come back in the order of the
-requests."""
+"""The engines as one: requests are shared out among them, completions come back in the order of the requests."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.environment import engine_environment
 from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import (
@@ -18,6 +19,7 @@ from verl_rc.cluster.remote import (
 )
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenError
@@ -25,6 +27,8 @@ from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenEr
 _TIMEOUT_KEY = "actor_rollout_ref.rollout.engine_timeout_seconds"
 _GRACE_SECONDS = 10.0
 """How long a process that lives may take to notice that one it works with is gone."""
+_SLOTS = 2
+"""Calls that an engine's process answers at the same time: one may wait for samples, and another be an update of the weights."""
 
 
 class EnginesLostError(RemoteError):
@@ -63,7 +67,11 @@ class EngineGroup:
         for index, place in enumerate(placement.engine_places):
             beside = ",".join(rank_devices[rank] for rank in placement.ranks_beside(index)) if shares else ""
             own = {**environment, "CUDA_VISIBLE_DEVICES": beside} if shares else environment
-            self._engines.append(RemoteProcess(f"rollout engine {index}", own, **place.options(reserve_gpu=not shares)))
+            slots = {"max_concurrency": _SLOTS, **place.options(reserve_gpu=not shares)}
+            self._engines.append(RemoteProcess(f"rollout engine {index}", own, **slots))
+        self._work = EngineWork(len(self._engines))
+        self._replaced: set[int] = set()
+        """Engines that have not been handed yet what those had in whose places they are."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
 
     @property
@@ -81,6 +89,7 @@ class EngineGroup:
         """End these engines and build others in their places, with the same options and without weights; returns at once."""
         for engine in engines:
             self._engines[engine].replace()
+        self._replaced |= set(engines)
         return [self._engines[engine].build(self.worker, options=self._options) for engine in engines]
 
     def wait(self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()) -> tuple[dict[int, Any], list[Any]]:
@@ -157,30 +166,72 @@ class EngineGroup:
         """Take memory again, ``weights`` or ``kv_cache``, where engines can sleep. Raises ``EnginesLostError``."""
         self._call_all("wake_up", tags)
 
+    def submit(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[int]:
+        """Hand requests over, those of one prompt to the engine with the fewest unfinished; returns their numbers.
+
+        They are sampled by the weights that the engines have, or get by an update that has begun.
+        """
+        numbers, of_engines = self._work.add(requests, options, awaited=False)
+        with suppress(EnginesLostError):  # the next ``collect`` finds it too
+            self.wait(self._hand_over(of_engines))
+        return numbers
+
+    def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[int]:
+        """Fetch what has ended; every busy engine waits at most ``wait_seconds`` for something to end.
+
+        What lost engines had is handed to those that ``on_loss`` puts in their places; without it the loss is raised, and they
+        get it when ``collect`` is called again after ``replace`` and an update.
+
+        Returns:
+            The numbers that can be taken, in ascending order.
+        """
+        self._collect(dict.fromkeys(self._work.busy_engines(), 1), wait_seconds, on_loss)
+        return self._work.ended()
+
+    def take(self, numbers: Sequence[int]) -> Completions:
+        """The completions of these numbers, in this order, once all have been collected; each can be taken once."""
+        return self._work.take(numbers)
+
     def generate(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, on_loss: OnLoss | None = None
     ) -> Timed[Completions]:
         """One completion per request, in order; the requests are shared out evenly.
 
         When engines are lost, ``on_loss`` replaces them and gives them weights, or raises; without it the loss is raised. Each
-        new engine gets the whole share of the old one: the same requests in the same composition. A request's seed is all that
-        a sample depends on, so it comes out as it would have.
+        new engine gets what the old one had not given back: in the same composition, when nothing had been collected. A request's
+        seed is all that a sample depends on, so it comes out as it would have.
         """
-        size = -(-len(requests) // self.num_engines)
-        shares = [list(requests[start : start + size]) for start in range(0, len(requests), size)]
-        answered: dict[int, Completions] = {}
+        numbers, of_engines = self._work.add(requests, options, awaited=True)
+        self._hand_over(of_engines)
         busy_seconds = 0.0
-        while missing := [engine for engine in range(len(shares)) if engine not in answered]:
-            pending = {engine: self._engines[engine].call("generate", shares[engine], options) for engine in missing}
-            try:
-                answered |= self.wait(pending)[0]
-            except EnginesLostError as error:
-                if on_loss is None:
-                    raise
-                answered |= error.answered
-                on_loss(error, sum(len(shares[engine]) for engine in error.engines))
-            busy_seconds = max(busy_seconds, longest_busy(list(pending.values())))
-        return Timed(Completions.cat([answered[engine] for engine in range(len(shares))]), busy_seconds)
+        try:
+            while missing := self._work.missing(numbers):
+                busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
+        except RemoteError:
+            self._work.forget(numbers)
+            raise
+        return Timed(self._work.take(numbers), busy_seconds)
+
+    def _hand_over(self, of_engines: Mapping[int, Sequence[Sample]]) -> dict[int, Pending]:
+        """Submit samples; returns at once. A failure is also one of the next ``collect``."""
+        return {engine: self._engines[engine].call("submit", samples) for engine, samples in of_engines.items()}
+
+    def _collect(self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None) -> float:
+        """Wait until each of these engines has so many ended samples, and keep them; returns the longest of the waits."""
+        self._hand_over({engine: self._work.unfinished(engine) for engine in sorted(self._replaced)})
+        self._replaced.clear()
+        pending = {
+            engine: self._engines[engine].call("collect", number, wait_seconds, what="generate")
+            for engine, number in at_least.items()
+        }
+        try:
+            self._work.file(self.wait(pending)[0])
+        except EnginesLostError as error:
+            self._work.file(error.answered)
+            if on_loss is None:
+                raise
+            on_loss(error, sum(len(self._work.unfinished(engine)) for engine in error.engines))
+        return longest_busy(list(pending.values()))
 
     def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
         """Every engine answers all requests: for comparing engines with the trainer one by one. Raises ``EnginesLostError``."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from verl_rc.cluster.process_stacks import Finding
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-_HOST_CALL = "verl_rc/cluster/remote.py"
+_SERVING = (re.compile(r'verl_rc/rollout/step_loop\.py", line \d+ in _run\b'), re.compile("verl_rc/cluster/remote.py"))
+"""How to know the thread that serves the driver's call: in an engine the call itself only waits for the one that samples."""
 _COLLECTIVE = "torch/distributed/"
 
 
@@ -81,4 +82,4 @@ def _in_collective(stacks: str) -> bool:
 
 def _serving_thread(stacks: str) -> str:
     threads = re.split(r"\n\s*\n|\n(?=(?:Current t|T)hread 0x)", stacks)
-    return next((thread for thread in threads if _HOST_CALL in thread), threads[0])
+    return next((thread for mark in _SERVING for thread in threads if mark.search(thread)), threads[0])

@@ -84,9 +84,9 @@ class RemoteProcess:
         """Construct ``module:Class`` in the process."""
         return Pending(self, f"start {target.split(':')[1]}", self._actor.build.remote(target, arguments))
 
-    def call(self, method: str, *arguments: Any) -> "Pending":
-        """Call a method of the process's object."""
-        return Pending(self, method, self._actor.call.remote(method, arguments))
+    def call(self, method: str, *arguments: Any, what: str | None = None) -> "Pending":
+        """Call a method of the process's object; ``what`` it does, for messages, if its name does not say it."""
+        return Pending(self, what or method, self._actor.call.remote(method, arguments))
 
     def free_address(self) -> "Pending":
         """Host and a free port of the process's node."""

@@ -2,17 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.inputs import tokens_input
 from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
 
 from verl_rc.data.batches import Completions
 from verl_rc.rollout import engine_worker
 from verl_rc.rollout.leftovers import forget_shared_memory_names
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.step_loop import Box, Sample, StepLoop
 from verl_rc.weight_sync import receiver
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
@@ -21,14 +26,12 @@ MemoryTag = Literal["weights", "kv_cache"]
 """The parts of an engine's memory that sleep and wake by themselves."""
 
 
-class RolloutEngine:
-    """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's threads."""
+class VllmSampler:
+    """vLLM as the step loop sees it."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Build the engine; weights come with the first update."""
-        self._options = options
-        self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
-        self._llm = LLM(
+        """Build vLLM; weights come with the first update."""
+        self.llm = LLM(
             model=options.model_path,
             dtype=options.dtype,
             max_model_len=options.max_model_len,
@@ -38,14 +41,43 @@ class RolloutEngine:
             worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
             **options.arguments,
         )
-        self._llm.collective_rpc("forget_shared_memory_names")
+        self.llm.collective_rpc("forget_shared_memory_names")
         forget_shared_memory_names()
+        self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+
+    def begin(self, key: str, sample: Sample) -> None:
+        """Queue a sample; raises ``ValueError`` when it does not fit the model's length."""
+        prompt = tokens_input(sample.request.prompt_token_ids)
+        self.llm.llm_engine.add_request(key, prompt, sampling_parameters(sample.request, sample.options))
+
+    def step(self) -> list[tuple[str, CompletionOutput]]:
+        """See ``Sampler``."""
+        return [(output.request_id, output.outputs[0]) for output in self.llm.llm_engine.step() if output.finished]
+
+
+class RolloutEngine:
+    """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's threads.
+
+    Every method may be called from any thread: ``StepLoop`` has one thread of its own do what concerns vLLM. Updates and sleep
+    wait until every response that was asked for before has ended, so each has one version; those asked for later wait meanwhile.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Build the engine; weights come with the first update."""
+        self._options = options
+        self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
+        self._box: Box = []
+        self._loop = StepLoop(partial(VllmSampler, options))
 
     def describe(self) -> dict[str, Any]:
         """Facts of the running engine: its cache's block size, its threads, how it computes fp8 products (None: it has none)."""
-        block_size = self._llm.llm_engine.vllm_config.cache_config.block_size
-        fp8_products = self._llm.collective_rpc("fp8_products")[0]
-        return {"block_size": block_size, "threads": torch.get_num_threads(), "fp8_products": fp8_products}
+
+        def facts(sampler: VllmSampler) -> dict[str, Any]:
+            block_size = sampler.llm.llm_engine.vllm_config.cache_config.block_size
+            fp8_products = sampler.llm.collective_rpc("fp8_products")[0]
+            return {"block_size": block_size, "threads": torch.get_num_threads(), "fp8_products": fp8_products}
+
+        return self._loop.call(facts)
 
     def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
         """Join the weight-transfer group, this engine's workers from ``first_rank`` on; blocks until every member
@@ -53,79 +85,81 @@ class RolloutEngine:
         mine = receiver.ReceiverAddress(
             address.host, address.port, address.world_size, first_rank, backend, address.timeout_seconds
         )
-        self._llm.init_weight_transfer_engine({"init_info": asdict(mine)})
+        self._loop.call(lambda sampler: sampler.llm.init_weight_transfer_engine({"init_info": asdict(mine)}))
 
     def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
         """Take one broadcast weight update as ``version`` and forget every cached prefix; returns a receipt per worker."""
         self.begin_update()
-        self._llm.update_weights({"update_info": {"manifest": manifest, "bucket_bytes": bucket_bytes}})
+        self._update({"manifest": manifest, "bucket_bytes": bucket_bytes})
         return self.finish_update(version)
 
     def device_keys(self) -> list[str]:
         """The device of each worker, named as trainer ranks name theirs."""
-        keys: list[str] = self._llm.collective_rpc("weight_sync_device")
-        return keys
+        return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_device"))
 
     def begin_update(self) -> None:
-        """Make the model loadable; every bucket of the update follows, then ``finish_update``."""
-        self._llm.start_weight_update()
+        """Make the model loadable; every bucket of the update follows, then ``finish_update``. Nothing is sampled meanwhile."""
+        self._loop.call(lambda sampler: sampler.llm.start_weight_update(), when_empty=True, hold="update")
 
     def load_bucket(self, handle: BucketHandle) -> None:
         """Load one lent bucket; its lender may take the memory back when this returns."""
-        self._llm.update_weights({"update_info": {"handle": handle}})
+        self._update({"handle": handle})
+
+    def _update(self, order: dict[str, Any]) -> None:
+        self._loop.call(lambda sampler: sampler.llm.update_weights({"update_info": order}))
 
     def finish_update(self, version: int) -> list[dict[str, Any]]:
         """Call what was loaded ``version`` and forget every cached prefix; returns a receipt per worker."""
-        self._llm.finish_weight_update(str(version))
+        self._loop.call(lambda sampler: sampler.llm.finish_weight_update(str(version)))
         self.reset_prefix_cache()
-        receipts: list[dict[str, Any]] = self._llm.collective_rpc("weight_sync_receipt")
-        return receipts
+        return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_receipt"), release="update")
 
     def sleep(self) -> bool:
         """Give up the memory of weights and key-value cache, so that a trainer on the same device can use it.
 
         The weights are gone for good: ``wake_up(["weights"])``, a whole update and ``wake_up(["kv_cache"])`` must come
-        before the next request. Returns False, having done nothing, for an engine built without ``enable_sleep_mode``
+        before anything is sampled again. Returns False, having done nothing, for an engine built without ``enable_sleep_mode``
         (vLLM refuses that argument on a CPU).
         """
         if self._can_sleep:
-            self._llm.sleep(level=2)
+            self._loop.call(lambda sampler: sampler.llm.sleep(level=2), when_empty=True, hold="memory")
         return self._can_sleep
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
         """Take the memory of ``tags`` again, its contents undefined; False, having done nothing, if it cannot sleep."""
         if self._can_sleep:
-            self._llm.wake_up(list(tags))
+            last = "memory" if "kv_cache" in tags else ""
+            self._loop.call(lambda sampler: sampler.llm.wake_up(list(tags)), release=last)
         return self._can_sleep
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
-        if not self._llm.reset_prefix_cache():
+        if not self._loop.call(lambda sampler: sampler.llm.reset_prefix_cache()):
             raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")
 
-    def generate(self, requests: list[GenerationRequest], options: SamplingOptions) -> Completions:
-        """Sample one response per request, in order.
+    def submit(self, samples: Sequence[Sample]) -> None:
+        """Hand samples over; returns at once. ``collect`` returns them."""
+        self._loop.submit(samples, self._box)
+
+    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> tuple[list[int], Completions]:
+        """What was submitted and has ended, once it is ``at_least`` so much or ``wait_seconds`` are over (None: for ever).
+
+        Returns numbers in ascending order and one row for each; every number comes once. Raises like ``generate``.
+        """
+        return self._completions(self._loop.take(self._box, at_least, wait_seconds))
+
+    def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
+        """Sample one response per request, in order; they go ahead of what was submitted and has not begun.
 
         Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
         """
-        parameters = [
-            SamplingParams(
-                seed=request.seed,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                top_k=options.top_k,
-                max_tokens=options.max_tokens if request.max_tokens is None else request.max_tokens,
-                stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
-                ignore_eos=options.ignore_eos,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-            )
-            for request in requests
-        ]
-        prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
-        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
-        return self._collect([output.outputs[0] for output in outputs])
+        box: Box = []
+        self._loop.submit([Sample(row, request, options, ahead=True) for row, request in enumerate(requests)], box)
+        return self._completions(self._loop.take(box, at_least=len(requests)))[1]
+
+    def _completions(self, ended: Box) -> tuple[list[int], Completions]:
+        ended = sorted(ended, key=itemgetter(0))
+        return [number for number, _ in ended], self._collect([output for _, output in ended])
 
     def _collect(self, outputs: list[CompletionOutput]) -> Completions:
         rows, width = len(outputs), self._options.response_width
@@ -140,12 +174,29 @@ class RolloutEngine:
                 versions[row, span.start : span.end] = int(span.version) if span.version.isdigit() else -1
         return Completions(
             responses=responses,
-            response_lengths=torch.tensor([len(output.token_ids) for output in outputs]),
+            response_lengths=torch.tensor([len(output.token_ids) for output in outputs], dtype=torch.int64),
             rollout_log_probs=log_probs,
             policy_versions=versions,
-            finished=torch.tensor([output.finish_reason == "stop" for output in outputs]),
+            finished=torch.tensor([output.finish_reason == "stop" for output in outputs], dtype=torch.bool),
             batch_size=[rows],
         )
+
+
+def sampling_parameters(request: GenerationRequest, options: SamplingOptions) -> SamplingParams:
+    """Those of one request, for token ids and log-probs without text, returned when it has ended."""
+    return SamplingParams(
+        seed=request.seed,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=options.max_tokens if request.max_tokens is None else request.max_tokens,
+        stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
+        ignore_eos=options.ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def sampled_log_probs(output: CompletionOutput, row: int) -> list[float]:

@@ -11,6 +11,13 @@ REDUCE = MAIN.format(
 COMPUTE = MAIN.format('  File "/x/forward.py", line 11 in attend\n')
 
 
+COLLECT = MAIN.format('  File "/lib/threading.py", line 5 in wait\n  File "/x/verl_rc/rollout/step_loop.py", line 8 in take\n')
+SAMPLE = (
+    'Thread 0x03 (most recent call first):\n  File "/lib/vllm/model.py", line 4 in forward\n'
+    '  File "/x/verl_rc/rollout/step_loop.py", line 6 in _run\n\n'
+)
+
+
 def wait(*findings: Finding | None) -> Wait:
     processes = [Silence(f"rank {i}", "update", "answered score 7 s ago", finding) for i, finding in enumerate(findings)]
     return Wait(30.0, "trainer.hang_timeout_seconds", processes, '  File "train.py", line 1, in train\n', "{}")
@@ -36,3 +43,7 @@ def test_the_report_holds_every_stack() -> None:
 
 def test_a_dump_without_the_drivers_call_still_tells_something() -> None:
     assert "rank 0: at wait (/lib/threading.py:5);" in summary(wait(Finding("runs", HELPER)))
+
+
+def test_an_engine_stands_where_the_thread_that_samples_does() -> None:
+    assert "rank 0: at forward (/lib/vllm/model.py:4);" in summary(wait(Finding("runs", COLLECT + "\n" + SAMPLE)))

@@ -21,7 +21,7 @@ MAY_CHANGE = {
     PromptStream: "its position is put into RunState.prompts at the end of every step",
     CheckpointStore: "the checkpoint that is being written is no part of itself",
     StopRequest: "a request to end concerns this process alone",
-    EngineGroup: "what engines are built with is kept for building others in their places",
+    EngineGroup: "what engines are built with, and what they were handed, is kept for others in their places",
     LentMemory: "who lends to whom depends on the processes that are there",
 }
 

@@ -1,0 +1,115 @@
+"""How requests are shared out among engines, and that every sample comes back once, in the order asked for."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_rc.cluster.engine_work import EngineWork, place
+from verl_rc.data.batches import Completions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
+
+
+def completions(seeds: list[int]) -> Completions:
+    """One-token rows that are the requests' seeds."""
+    tokens = torch.tensor(seeds)[:, None]
+    return Completions(
+        responses=tokens,
+        response_lengths=torch.ones_like(tokens[:, 0]),
+        rollout_log_probs=torch.zeros(tokens.shape),
+        policy_versions=torch.zeros_like(tokens),
+        finished=torch.ones(len(seeds), dtype=torch.bool),
+        batch_size=[len(seeds)],
+    )
+
+
+def groups(*sizes: int) -> list[list[int]]:
+    return [[group] for group, size in enumerate(sizes) for _ in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "unfinished", "evenly", "placed"),
+    [
+        (groups(2, 2, 2, 2), [0, 0], True, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (groups(2, 2), [3, 0], False, [[], [0, 1, 2, 3]]),
+        (groups(2, 2), [3, 0, 5], False, [[], [0, 1, 2, 3], []]),
+        (groups(2, 2, 2), [0, 3], False, [[0, 1, 2, 3], [4, 5]]),
+        (groups(4), [0, 0], False, [[0, 1, 2, 3], []]),
+        (groups(4), [0, 0], True, [[0, 1], [2, 3]]),
+        (groups(3, 3, 3), [0, 0], True, [[0, 1, 2, 6, 7], [3, 4, 5, 8]]),
+        (groups(1), [0, 0, 0], True, [[0], [], []]),
+        ([[1], [2], [1]], [0, 0], True, [[0, 2], [1]]),
+    ],
+)
+def test_groups_go_to_the_engine_with_the_fewest(
+    prompts: list[list[int]], unfinished: list[int], evenly: bool, placed: list[list[int]]
+) -> None:
+    assert place(prompts, unfinished, evenly) == placed
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), max_size=12),
+    unfinished=st.lists(st.integers(0, 20), min_size=1, max_size=5),
+    evenly=st.booleans(),
+)
+def test_everything_is_placed_once_and_as_the_rule_says(sizes: list[int], unfinished: list[int], evenly: bool) -> None:
+    prompts = groups(*sizes)
+    placed = place(prompts, unfinished, evenly)
+    assert sorted(position for positions in placed for position in positions) == list(range(len(prompts)))
+    assert all(positions == sorted(positions) for positions in placed)
+    loads = [before + len(positions) for before, positions in zip(unfinished, placed, strict=True)]
+    if evenly:
+        share = -(-sum(loads) // len(loads))
+        assert all(load <= max(share, before) for load, before in zip(loads, unfinished, strict=True))
+    else:
+        engines = {(position, engine) for engine, positions in enumerate(placed) for position in positions}
+        assert len({(prompts[position][0], engine) for position, engine in engines}) == len(sizes)
+        # Graham's bound for taking the least loaded: nobody is ahead of another by more than one group, or by what it had.
+        assert max(loads) <= max(min(loads) + max([*sizes, 0]), *unfinished)
+
+
+def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
+    work = EngineWork(2)
+    numbers, handed = work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
+    assert numbers == list(range(8))
+    assert {engine: [sample.number for sample in samples] for engine, samples in handed.items()} == {
+        0: [0, 1, 4, 5],
+        1: [2, 3, 6, 7],
+    }
+    assert work.missing(numbers) == {0: 4, 1: 4}
+    work.file({1: ([3, 7], completions([3, 7])), 0: ([5], completions([5]))})
+    assert work.ended() == [3, 5, 7]
+    assert work.missing(numbers) == {0: 3, 1: 2}
+    assert [sample.number for sample in work.unfinished(0)] == [0, 1, 4]
+    assert work.take([7, 5]).responses[:, 0].tolist() == [7, 5]
+    work.file({0: ([0, 1, 4], completions([0, 1, 4])), 1: ([2, 6], completions([2, 6]))})
+    assert work.ended() == [0, 1, 2, 3, 4, 6]
+    assert work.busy_engines() == []
+    assert work.take([0, 1, 2, 3]).responses[:, 0].tolist() == [0, 1, 2, 3]
+    assert work.take([6, 4]).responses[:, 0].tolist() == [6, 4]
+    with pytest.raises(KeyError):
+        work.take([6])
+
+
+def test_new_work_goes_where_the_least_is_left() -> None:
+    work = EngineWork(2)
+    work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
+    work.file({1: ([3, 7], completions([3, 7]))})
+    _, handed = work.add([GenerationRequest([9], 9)], OPTIONS, awaited=False)
+    assert list(handed) == [1]
+
+
+def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> None:
+    work = EngineWork(1)
+    first, _ = work.add([GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=True)
+    work.file({0: ([0], completions([0]))})
+    work.forget(first)
+    assert work.busy_engines() == []
+    second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True)
+    assert second == [3]
+    work.file({0: ([1, 2, 3], completions([1, 2, 33]))})
+    work.file({0: ([2], completions([2]))})
+    assert work.ended() == [3]
+    assert work.take(second).responses.tolist() == [[33]]

@@ -1,0 +1,273 @@
+"""What the thread that owns the sampler does in which order, with a sampler that counts down."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.step_loop import Box, Sample, StepLoop
+
+OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, stop_token_ids=())
+PATIENCE = 10.0
+
+
+class Countdown:
+    """A response has as many tokens as its request's ``max_tokens``. Every step waits until the test allows it."""
+
+    def __init__(self, capacity: int, steps: threading.Semaphore) -> None:
+        self.capacity, self.steps = capacity, steps
+        self.left: dict[str, int] = {}
+        self.length: dict[str, int] = {}
+        self.log: list[Any] = []
+        self.version = 0
+        self.broken = False
+        self.owner = threading.get_ident()
+
+    def begin(self, key: str, sample: Sample) -> None:
+        assert threading.get_ident() == self.owner
+        self.left[key] = self.length[key] = sample.request.max_tokens
+        self.log.append(("begin", sample.number))
+
+    def step(self) -> list[tuple[str, Any]]:
+        assert threading.get_ident() == self.owner
+        assert 0 < len(self.left) <= self.capacity
+        self.steps.acquire()
+        if self.broken:
+            raise ArithmeticError("the step failed")
+        self.log.append("step")
+        self.left = {key: left - 1 for key, left in self.left.items()}
+        ended = [key for key, left in self.left.items() if left == 0]
+        for key in ended:
+            del self.left[key]
+        return [(key, (self.length[key], self.version)) for key in ended]
+
+
+def sample(number: int, length: int, ahead: bool = False) -> Sample:
+    return Sample(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS, ahead)
+
+
+@pytest.fixture
+def steps() -> threading.Semaphore:
+    """One permission for every step."""
+    return threading.Semaphore(0)
+
+
+@pytest.fixture
+def loops(steps: threading.Semaphore) -> Iterator[Callable[..., StepLoop[Countdown]]]:
+    made: list[StepLoop[Countdown]] = []
+
+    def make(capacity: int = 8) -> StepLoop[Countdown]:
+        made.append(StepLoop(partial(Countdown, capacity, steps)))
+        return made[-1]
+
+    yield make
+    steps.release(1000)
+    for loop in made:
+        loop.stop()
+
+
+def allow(steps: threading.Semaphore, count: int) -> None:
+    """Let the sampler make so many steps, and wait until it has begun them."""
+    steps.release(count)
+    deadline = time.monotonic() + PATIENCE
+    while steps._value and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert steps._value == 0
+
+
+def log_of(loop: StepLoop[Countdown]) -> list[Any]:
+    return loop.call(lambda sampler: list(sampler.log))
+
+
+def test_what_is_handed_over_is_sampled_to_its_end_and_fetched_once(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box = loops(), []
+    loop.submit([sample(0, 3), sample(1, 1), sample(2, 2)], box)
+    steps.release(3)
+    assert loop.take(box, at_least=3, wait_seconds=PATIENCE) == [(1, (1, 0)), (2, (2, 0)), (0, (3, 0))]
+    assert loop.take(box, at_least=1, wait_seconds=0.01) == []
+    assert log_of(loop) == [("begin", 0), ("begin", 1), ("begin", 2), "step", "step", "step"]
+
+
+def test_samples_that_come_later_join_the_others(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box, other = loops(), [], []
+    loop.submit([sample(0, 3)], box)
+    allow(steps, 1)
+    loop.submit([sample(1, 1)], other)
+    steps.release(2)
+    assert loop.take(other, wait_seconds=PATIENCE) == [(1, (1, 0))]
+    assert loop.take(box, wait_seconds=PATIENCE) == [(0, (3, 0))]
+    assert [item for item in log_of(loop) if item != "step"] == [("begin", 0), ("begin", 1)]
+    assert log_of(loop).count("step") == 3
+
+
+def test_no_more_than_fit_are_under_way_and_the_lowest_number_begins_first(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box = loops(capacity=2), []
+    loop.call(lambda _: None, hold="test")
+    loop.submit([sample(7, 1), sample(3, 2), sample(5, 1)], box)
+    loop.submit([sample(4, 1)], box)
+    loop.call(lambda _: None, release="test")
+    steps.release(3)
+    assert sorted(loop.take(box, at_least=4, wait_seconds=PATIENCE)) == [(3, (2, 0)), (4, (1, 0)), (5, (1, 0)), (7, (1, 0))]
+    begun = [("begin", 3), ("begin", 4), "step", ("begin", 5), "step", ("begin", 7), "step"]
+    assert log_of(loop) == begun
+
+
+def test_samples_ahead_let_what_has_begun_go_on_and_hold_the_rest_back(loops: Any, steps: threading.Semaphore) -> None:
+    loop, training, validation = loops(capacity=2), [], []
+    loop.submit([sample(number, 3) for number in range(3)], training)
+    allow(steps, 1)
+    loop.submit([sample(90, 1, ahead=True), sample(91, 3, ahead=True)], validation)
+    steps.release(100)
+    assert len(loop.take(validation, at_least=2, wait_seconds=PATIENCE)) == 2
+    assert len(loop.take(training, at_least=3, wait_seconds=PATIENCE)) == 3
+    log = log_of(loop)
+    assert [number for _, number in (item for item in log if item != "step")] == [0, 1, 90, 91, 2]
+    assert log[: log.index(("begin", 2))].count("step") == 6  # three of those that had begun, three of the longest one ahead
+
+
+def test_a_call_is_carried_out_between_two_steps(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box = loops(), []
+    loop.submit([sample(0, 3)], box)
+    allow(steps, 1)
+    caller = threading.Thread(target=lambda: loop.call(lambda sampler: sampler.log.append("called")))
+    caller.start()
+    while not loop._commands:
+        time.sleep(0.001)
+    allow(steps, 1)
+    caller.join(PATIENCE)
+    steps.release()
+    assert loop.take(box, wait_seconds=PATIENCE) == [(0, (3, 0))]
+    assert log_of(loop) == [("begin", 0), "step", "step", "called", "step"]
+
+
+def test_a_call_that_wants_it_empty_waits_for_all_before_it_and_holds_back_all_after_it(
+    loops: Any, steps: threading.Semaphore
+) -> None:
+    """16 under way and 4 that wait for room, then a new version, then 3 more: none is lost, and each has one version."""
+    loop, box = loops(capacity=16), []
+    loop.submit([sample(number, 1 + number % 5) for number in range(20)], box)
+    allow(steps, 1)
+
+    def publish(sampler: Countdown) -> None:
+        assert not sampler.left
+        sampler.version = 1
+
+    publishing = threading.Thread(target=partial(loop.call, publish, when_empty=True))
+    publishing.start()
+    while not loop._commands:  # the publication must come before the samples
+        time.sleep(0.001)
+    loop.submit([sample(number, 1) for number in (20, 21, 22)], box)
+    steps.release(100)
+    ended = dict(loop.take(box, at_least=23, wait_seconds=PATIENCE))
+    publishing.join()
+    assert {number: version for number, (_, version) in ended.items()} == {n: int(n >= 20) for n in range(23)}
+    assert all(length == 1 + number % 5 for number, (length, _) in ended.items() if number < 20)
+
+
+def test_no_step_is_made_between_the_beginning_and_the_end_of_an_update(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box = loops(), []
+    steps.release(100)
+    loop.call(lambda _: None, when_empty=True, hold="weights")
+    loop.submit([sample(0, 1)], box)
+    loop.call(lambda _: None, hold="memory")
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda _: 1 // 0, release="weights")
+    loop.call(lambda _: None, release="memory")
+    assert loop.take(box, wait_seconds=0.05) == []
+    loop.call(lambda _: None, when_empty=True)  # what may not begin is not waited for
+    loop.call(lambda _: None, release="weights")
+    assert loop.take(box, wait_seconds=PATIENCE) == [(0, (1, 0))]
+
+
+def test_an_action_that_fails_is_its_callers_error_and_the_loop_goes_on(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box = loops(), []
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda _: 1 // 0)
+    loop.submit([sample(0, 1)], box)
+    steps.release()
+    assert loop.take(box, wait_seconds=PATIENCE) == [(0, (1, 0))]
+
+
+def test_a_step_that_fails_is_the_error_of_every_call_from_then_on(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box = loops(), []
+    loop.call(lambda sampler: setattr(sampler, "broken", True))
+    loop.submit([sample(0, 1)], box)
+    waiting: list[BaseException] = []
+
+    def wait_for(work: Callable[[], Any]) -> threading.Thread:
+        def remember() -> None:
+            try:
+                work()
+            except ArithmeticError as error:
+                waiting.append(error)
+
+        thread = threading.Thread(target=remember)
+        thread.start()
+        return thread
+
+    threads = [wait_for(lambda: loop.take(box)), wait_for(lambda: loop.call(lambda _: None, when_empty=True))]
+    time.sleep(0.05)
+    steps.release()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [str(error) for error in waiting] == ["the step failed"] * 2
+    for call in (lambda: loop.submit([], box), lambda: loop.take(box), lambda: loop.call(lambda _: None)):
+        with pytest.raises(ArithmeticError, match="the step failed"):
+            call()
+
+
+def test_what_building_raises_is_raised_where_the_loop_is_made() -> None:
+    def build() -> Countdown:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        StepLoop(build)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exit_asked_for_in_an_action_ends_the_thread_and_the_call(loops: Any) -> None:
+    def leave(_: Countdown) -> None:
+        raise SystemExit("enough")
+
+    loop = loops()
+    with pytest.raises(SystemExit, match="enough"):
+        loop.call(leave)
+    with pytest.raises(SystemExit, match="enough"):
+        loop.call(lambda _: None)
+
+
+def test_nothing_to_do_costs_nothing(loops: Any) -> None:
+    loop = loops()
+    used = time.clock_gettime_ns(time.pthread_getcpuclockid(loop._thread.ident))
+    time.sleep(0.3)
+    assert time.clock_gettime_ns(time.pthread_getcpuclockid(loop._thread.ident)) - used < 10_000_000
+
+
+def test_a_loop_that_was_stopped_says_so(loops: Any) -> None:
+    loop = loops()
+    loop.stop()
+    assert not loop._thread.is_alive()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        loop.submit([], [])
+
+
+def test_a_thousand_samples_from_many_threads_each_end_once(loops: Any, steps: threading.Semaphore) -> None:
+    loop = loops(capacity=64)
+    steps.release(100_000)
+    boxes: list[Box] = [[] for _ in range(8)]
+
+    def hand_over(which: int) -> None:
+        for number in range(which, 1000, 8):
+            loop.submit([sample(number, 1 + number % 7)], boxes[which])
+
+    threads = [threading.Thread(target=hand_over, args=(which,)) for which in range(8)]
+    for thread in threads:
+        thread.start()
+    ended = [item for box in boxes for item in loop.take(box, at_least=125, wait_seconds=PATIENCE)]
+    for thread in threads:
+        thread.join()
+    assert sorted(ended) == [(number, (1 + number % 7, 0)) for number in range(1000)]

@@ -1,0 +1,106 @@
+"""Which engine has which samples, and what has come back of them."""
+
+from collections.abc import Mapping, Sequence
+from itertools import count, groupby
+
+from verl_rc.data.batches import Completions
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.step_loop import Sample
+
+
+def place(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[list[int]]:
+    """Share requests out: those with one prompt together, to the engine with the fewest unfinished samples.
+
+    Args:
+        prompts: Token ids of each request's prompt; requests with the same prompt are adjacent, and an engine computes it once.
+        unfinished: Samples that each engine has already.
+        evenly: Part requests of one prompt where they would give an engine more than its share of everything unfinished.
+
+    Returns:
+        For each engine the positions of its requests.
+    """
+    load = list(unfinished)
+    limit = -(-(sum(load) + len(prompts)) // len(load)) if evenly else sum(load) + len(prompts)
+    placed: list[list[int]] = [[] for _ in load]
+    for _, group in groupby(range(len(prompts)), key=prompts.__getitem__):
+        positions = list(group)
+        while positions:
+            engine = load.index(min(load))
+            taken = positions[: limit - load[engine]]
+            placed[engine] += taken
+            load[engine] += len(taken)
+            positions = positions[len(taken) :]
+    return placed
+
+
+class EngineWork:
+    """The samples of all engines, by numbers that are used once, from the moment they are placed until they are taken."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._numbers = count()
+        self._unfinished: list[dict[int, Sample]] = [{} for _ in range(num_engines)]
+        self._batches: list[Completions] = []
+        """What came back, in the order in which it came."""
+        self._rows: dict[int, int] = {}
+        """The row of each number in the batches, joined."""
+
+    def add(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions, awaited: bool
+    ) -> tuple[list[int], dict[int, list[Sample]]]:
+        """Place requests; returns their numbers, in order, and the samples to be handed to each engine.
+
+        ``awaited``: somebody waits for all of them, so they are placed evenly and go ahead of what is not.
+        """
+        samples = [Sample(next(self._numbers), request, options, awaited) for request in requests]
+        prompts = [request.prompt_token_ids for request in requests]
+        placed = place(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
+        of_engines = {
+            engine: [samples[position] for position in positions] for engine, positions in enumerate(placed) if positions
+        }
+        for engine, mine in of_engines.items():
+            self._unfinished[engine] |= {sample.number: sample for sample in mine}
+        return [sample.number for sample in samples], of_engines
+
+    def unfinished(self, engine: int) -> list[Sample]:
+        """What an engine was given and has not come back, in the order of the numbers."""
+        return [self._unfinished[engine][number] for number in sorted(self._unfinished[engine])]
+
+    def busy_engines(self) -> list[int]:
+        """Those that have something unfinished."""
+        return [engine for engine, mine in enumerate(self._unfinished) if mine]
+
+    def missing(self, numbers: Sequence[int]) -> dict[int, int]:
+        """How many of these samples have not come back, for each engine that has some."""
+        counts = {engine: sum(number in mine for number in numbers) for engine, mine in enumerate(self._unfinished)}
+        return {engine: missing for engine, missing in counts.items() if missing}
+
+    def file(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
+        """Keep what has come back from each engine; what was given up (``forget``) is left out."""
+        for engine, (numbers, completions) in answers.items():
+            known = [row for row, number in enumerate(numbers) if self._unfinished[engine].pop(number, None) is not None]
+            if known:
+                first = len(self._rows)
+                self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
+                self._batches.append(completions if len(known) == len(numbers) else completions[known])
+
+    def ended(self) -> list[int]:
+        """What has come back and was not taken, in ascending order."""
+        return sorted(self._rows)
+
+    def take(self, numbers: Sequence[int]) -> Completions:
+        """The completions of these samples, in this order; they must have come back, and are then forgotten."""
+        rows = [self._rows.pop(number) for number in numbers]
+        everything = Completions.cat(self._batches)
+        others = sorted(self._rows, key=self._rows.__getitem__)
+        self._batches = [everything[[self._rows[number] for number in others]]] if others else []
+        self._rows = {number: row for row, number in enumerate(others)}
+        return everything if rows == list(range(len(everything))) else everything[rows]
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Give samples up, wherever they are."""
+        there = [number for number in numbers if number in self._rows]
+        if there:
+            self.take(there)
+        for mine in self._unfinished:
+            for number in numbers:
+                mine.pop(number, None)
