@@ -12,13 +12,9 @@ _CORRECTION = "algorithm.rollout_correction"
 _CHOICES = {"rollout_is", "rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold", "bypass_mode"}
 """Fields of rollout correction, one of which is given where a correction was chosen; a preset gives ``rollout_is``."""
 
-_NOT_BUILT = "asynchronous training is not built; drop it for a synchronous run"
 UNBUILT = {
-    "staleness_threshold": _NOT_BUILT,
-    "max_off_policy_threshold": _NOT_BUILT,
-    "max_off_policy_strategy": _NOT_BUILT,
-    "trigger_parameter_sync_step": _NOT_BUILT,
-    "order": _NOT_BUILT,
+    "max_off_policy_strategy": "groups are trained on in the order of their admission, which drops none; drop it",
+    "trigger_parameter_sync_step": "weights are published after every step; drop it",
     "max_concurrent_rollouts": "a limit below max_num_seqs is not built; write actor_rollout_ref.rollout.max_num_seqs",
     "kv_cache_on_update": "responses that weights change under are not built; drop it",
     "deterministic_steps": "responses that weights change under are not built; drop it",
@@ -39,7 +35,8 @@ _NEEDS_ASYNCHRONY = (
 
 def check_async_training(config: RunConfig) -> Iterator[str]:
     """Every problem of the section, one sentence each; only what is not built, as long as anything of that was given."""
-    yield from list(refuse_unbuilt(config.async_training)) or contradictions(config)
+    beside = () if config.async_training.is_synchronous else refuse_unbuilt_beside(config)
+    yield from [*refuse_unbuilt(config.async_training), *beside] or contradictions(config)
 
 
 def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
@@ -50,6 +47,34 @@ def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
             by_reason.setdefault(reason, []).append(f"{_SECTION}.{key}={getattr(given, key)}")
     for reason, keys in by_reason.items():
         yield f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} refused: {reason}."
+    if given.order == "ready":
+        yield f"{_SECTION}.order=ready is refused: training in the order of completion is not built; pass order=admitted."
+    if given.staleness_threshold > 0 and given.partial_rollout:
+        yield (
+            f"{_SECTION}.partial_rollout=True with staleness_threshold={given.staleness_threshold:g} is refused: responses that "
+            f"weights change under are not built; pass {_SECTION}.partial_rollout=False."
+        )
+
+
+def refuse_unbuilt_beside(config: RunConfig) -> Iterator[str]:
+    """One sentence for each part of a run that cannot be ahead of training yet."""
+    reasons = {
+        "algorithm.filter_groups.enable=True": "groups are not filtered while others are sampled"
+        if config.algorithm.filter_groups.enable
+        else None,
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": "its greedy responses are not sampled ahead"
+        if config.algorithm.estimator_reads("reward_baselines")
+        else None,
+        "actor_rollout_ref.rollout.multi_turn.enable=True": "conversations with tools are not sampled ahead"
+        if config.actor_rollout_ref.rollout.multi_turn.enable
+        else None,
+    }
+    for key, reason in reasons.items():
+        if reason is not None:
+            yield (
+                f"{key} with {_SECTION}.staleness_threshold={config.async_training.staleness_threshold:g} is refused: {reason}; "
+                f"drop it, or pass {_SECTION}.staleness_threshold=0."
+            )
 
 
 def contradictions(config: RunConfig) -> Iterator[str]:

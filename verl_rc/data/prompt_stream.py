@@ -31,6 +31,11 @@ class PromptStream:
                 return epoch, rows
             self._passing = None
 
+    def row(self, row_index: int) -> PromptRow:
+        """The prompt of one row of the data. Raises ``ValueError`` when the run's choice of rows has none of this index."""
+        found: PromptRow = self._loader.dataset.row(row_index)
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch comes from: every batch drawn so far is used up."""
         return {"batches_drawn": self._batches_drawn, "loader": self._loader.state_dict()}

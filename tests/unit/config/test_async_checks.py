@@ -13,6 +13,8 @@ S, ROLLOUT = "async_training", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 OWN_DEVICES = "actor_rollout_ref.hybrid_engine=False"
 CHOSEN = f"{CORRECTION}.preset=decoupled_token_is"
+WHOLE = f"{S}.staleness_threshold=1 {S}.partial_rollout=False"
+TOOLS = f"{ROLLOUT}.multi_turn.enable=True"
 
 
 def config_of(overrides: str) -> RunConfig:
@@ -106,11 +108,8 @@ def test_a_contradiction_gives_one_sentence(overrides: str, must: str, write: st
 
 
 OTHER_VALUES = {
-    "staleness_threshold": 1.0,
-    "max_off_policy_threshold": 2.0,
     "max_off_policy_strategy": "drop",
     "trigger_parameter_sync_step": 2,
-    "order": "ready",
     "max_concurrent_rollouts": 4,
     "kv_cache_on_update": "keep",
     "deterministic_steps": 3,
@@ -131,14 +130,44 @@ def test_what_is_not_built_is_refused_in_one_sentence(key: str) -> None:
 
 
 def test_a_whole_recipe_is_refused_in_one_sentence() -> None:
-    given = AsyncTrainingConfig(staleness_threshold=1, trigger_parameter_sync_step=4)
+    given = AsyncTrainingConfig(partial_rollout=False, kv_cache_on_update="keep", deterministic_steps=4)
     (message,) = refuse_unbuilt(given)
-    assert message.startswith(f"{S}.staleness_threshold=1.0, {S}.trigger_parameter_sync_step=4 are refused: ")
+    assert message.startswith(f"{S}.kv_cache_on_update=keep, {S}.deterministic_steps=4 are refused: ")
+
+
+NOT_AHEAD = [
+    (f"{S}.staleness_threshold=1", "responses that weights change under", f"pass {S}.partial_rollout=False"),
+    (f"{S}.staleness_threshold=1 {S}.partial_rollout=False {S}.order=ready", "order of completion", "pass order=admitted"),
+    (f"{WHOLE} algorithm.filter_groups.enable=True", "algorithm.filter_groups.enable=True with", "staleness_threshold=0"),
+    (f"{WHOLE} algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax with", "staleness_threshold=0"),
+    (f"{WHOLE} {TOOLS}", "multi_turn.enable=True with", "staleness_threshold=0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "must", "write"), NOT_AHEAD, ids=[row[0] for row in NOT_AHEAD])
+def test_what_cannot_be_ahead_of_training_yet_is_refused_in_one_sentence(overrides: str, must: str, write: str) -> None:
+    given = f"{overrides} {OWN_DEVICES} {CHOSEN}".split()
+    arguments = [*sound_run(without={one.partition("=")[0] for one in given}), *given]
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(arguments)
+    message = str(caught.value)
+    assert must in message
+    assert write in message
+    assert message.count(". ") == 0
+
+
+@pytest.mark.parametrize("given", ["", f"{S}.order=admitted", f"{S}.max_off_policy_threshold=1"])
+def test_one_step_off_is_accepted(given: str) -> None:
+    overrides = f"{WHOLE} {given} {OWN_DEVICES} {CHOSEN}".split()
+    config = load_run_config([*sound_run(without={one.partition("=")[0] for one in overrides}), *overrides])
+    assert config.async_training.oldest == 1
 
 
 def test_every_key_acts_or_is_refused() -> None:
-    """``require_batches`` sets the size of a step; ``partial_rollout`` is about weights that change while something runs."""
-    assert set(AsyncTrainingConfig.model_fields) - set(UNBUILT) == {"require_batches", "partial_rollout"}
+    """``require_batches`` sets the size of a step, ``staleness_threshold`` how far generation is ahead; of the others only what
+    whole responses in the order of admission mean is accepted."""
+    acts = {"require_batches", "partial_rollout", "staleness_threshold", "max_off_policy_threshold", "order"}
+    assert set(AsyncTrainingConfig.model_fields) - set(UNBUILT) == acts
 
 
 @pytest.mark.parametrize("given", ["", "data.train_batch_size=0", "data.train_batch_size=48"])

@@ -312,6 +312,7 @@ READERS = {
     "driver/scoring.py": "reward.on_failure reward.failure_score reward.reward_model.enable",
     "rewards/custom.py": "reward.custom_reward_function.path reward.custom_reward_function.name "
     "reward.custom_reward_function.reward_kwargs",
+    "cluster/placement.py": "async_training.staleness_threshold",
     "config/run.py": "critic.enable async_training.require_batches",
     "driver/recovery.py": "actor_rollout_ref.rollout.max_engine_replacements",
     "cluster/ray_session.py": "ray_kwargs.ray_init.loopback_only",
@@ -334,6 +335,7 @@ SAY_WHAT_HAPPENS_ANYWAY = {
     *("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.calculate_log_probs", "trainer.balance_batch"),
     *("actor_rollout_ref.actor.optim.optimizer", "critic.optim.optimizer"),
     *("actor_rollout_ref.ref.fsdp_config.optimizer_offload", "async_training.partial_rollout"),
+    *("async_training.order", "async_training.max_off_policy_threshold"),
 }
 """Keys that verl's recipes spell out and of which only one value is possible, or several that mean the same."""
 
