@@ -4,7 +4,7 @@ from architecture.source_tree import PACKAGE, PURE_PACKAGES, ROOT, listed, packa
 
 TESTED_ELSEWHERE = {
     f"metrics/catalog/{room}.py": "tests/unit/metrics/catalog/test_lookup.py"
-    for room in ("accounting", "batch", "learning", "rollout_corr", "sync", "time", "validation")
+    for room in ("accounting", "asynchrony", "batch", "learning", "rollout_corr", "sync", "time", "validation")
 } | {"metrics/sinks/protocol.py": "tests/unit/metrics/sinks/test_tracker.py"}
 """Tables of entries and interfaces: nothing of their own to run."""
 

@@ -1,6 +1,6 @@
 """Where a step's samples come from: sampled when the step begins, or ahead of it, while earlier steps are trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from verl_rc.data.batches import Completions, RolloutBatch
 from verl_rc.data.groups import Group, GroupScores, Part, Sample, completions, joined_samples, pack, unpack
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
+from verl_rc.driver.announce import say
 from verl_rc.driver.sample import (
     decode,
     describe_sampled,
@@ -76,6 +77,8 @@ class _Progress:
     ledger: RunningLedger
     groups: dict[int, Group] = field(default_factory=dict)
     """Open groups by number, ascending."""
+    trained: tuple[int, int] = (0, 0)
+    """Tokens and groups trained on so far, of those sampled ahead."""
 
 
 class Ahead:
@@ -90,9 +93,12 @@ class Ahead:
         config, options = services.config, services.config.async_training
         batch = config.data.train_batch_size
         self._services, self._state = services, state
-        self._rule = ReplayRule(options.resolved_order, batch, options.oldest)
         admission = Admission(batch, options.trigger_parameter_sync_step, options.ahead, services.total_steps * batch)
         self._now = _resumed(admission, services, state)
+        oldest = max([options.oldest, *_ages_to_come(self._now.groups.values(), state.step, batch)])
+        if oldest > options.oldest:
+            say("groups of the checkpoint are trained on first, up to %d steps old, the bound is %d", oldest, options.oldest)
+        self._rule = ReplayRule(options.resolved_order, batch, oldest)
         self._under_way: dict[int, list[int]] = {}
         """The engines' numbers of the samples of groups that were submitted and have not come back."""
         self._arrived = 0
@@ -118,9 +124,11 @@ class Ahead:
         now.ledger = now.ledger.end("trained", decision.numbers)
         samples = with_component_scores(self._services, self._joined(groups), record)
         ages = [step - 1 - group.version for group in groups]
-        _require_ages(ages, groups, self._services.config.async_training.oldest)
+        _require_ages(ages, groups, self._rule.oldest)
+        now.trained = (now.trained[0] + samples.num_tokens, now.trained[1] + len(groups))
         record.ledger.sampled(samples.num_tokens, prompts=len(groups))
         record.add({"training/epoch": max(group.epoch for group in groups)})
+        record.add(_age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest))
         record.add_records(reward_metrics(reward_outputs(samples)))
         describe_sampled(self._services, samples, samples.num_tokens, record)
         return samples
@@ -139,12 +147,21 @@ class Ahead:
         open_tokens = {number: group.num_sampled for number, group in now.groups.items()}
         now.ledger = now.ledger.close_step(self._arrived, record.ledger.accounts, open_tokens)
         self._arrived = 0
-        if now.admission.admitted == now.admission.total and not now.groups:
+        if self._state.step + 1 == self._services.total_steps and now.admission.admitted == now.admission.total:
             now.ledger.close_run()
+        record.waits_in = "gen"
+        record.add(self._progress_metrics())
+        state = {"admission": now.admission.state(), "ledger": now.ledger.state(), "trained": list(now.trained)}
+        return {**state, "groups": pack(list(now.groups.values()))}
+
+    def _progress_metrics(self) -> dict[str, float]:
+        now = self._now
+        whole = [group.num_sampled for group in now.groups.values() if group.is_whole]
+        tokens, groups = now.trained
         return {
-            "admission": now.admission.state(),
-            "ledger": now.ledger.state(),
-            "groups": pack(list(now.groups.values())),
+            "async/in_flight_groups": float(len(now.groups) - len(whole)),
+            "async/whole_waiting_groups": float(len(whole)),
+            "async/length_ratio": (tokens / groups) / ((tokens + sum(whole)) / (groups + len(whole))),
         }
 
     def _decide(self, step: int) -> NextBatch:
@@ -224,11 +241,18 @@ def _resumed(admission: Admission, services: Services, state: RunState) -> _Prog
     if state.supply:
         groups = unpack(state.supply["groups"], services.prompts.row)
         ledger = RunningLedger.from_state(state.supply["ledger"])
-        return _Progress(admission.resumed(state.supply["admission"]), ledger, {group.number: group for group in groups})
+        tokens, count = state.supply["trained"]
+        admission = admission.resumed(state.supply["admission"])
+        return _Progress(admission, ledger, {group.number: group for group in groups}, (tokens, count))
     done = NumberRanges.from_numbers(range(state.step * admission.batch))
     counts = {"published": state.step, "admitted": len(done), "replaced": 0, "decided": done.plain()}
     ledger = RunningLedger.from_state({"admitted": len(done), "ended": {"trained": done.plain()}, "balance": 0})
     return _Progress(admission.resumed(counts), ledger)
+
+
+def _ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]:
+    """How old each of these groups, in order, will be in its step, when ``trained`` steps are done."""
+    return [trained + place // batch - group.version for place, group in enumerate(groups)]
 
 
 def _end(sample: Sample, given: Completions, row: int) -> None:
@@ -250,6 +274,16 @@ def _scores(scored: Samples, place: int, count: int) -> GroupScores:
     extras: Mapping[str, list[object]] = {name: column[rows] for name, column in scored.extras.items()}
     before = None if scored.unpenalised is None else scored.unpenalised[rows].clone()
     return GroupScores(scored.scores[rows].clone(), dict(extras), before)
+
+
+def _age_metrics(rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int) -> dict[str, float]:
+    """Of the groups, and of their tokens, for a trainer whose weights are version ``current``."""
+    token_ages = current - rollouts.policy_versions[rollouts.response_mask].double()
+    return {
+        "async/group_age/max": float(max(ages)),
+        "async/group_age/bound": float(bound),
+        "async/token_age/mean": float(token_ages.mean()),
+    }
 
 
 def _require_ages(ages: Sequence[int], groups: Sequence[Group], oldest: int) -> None:

@@ -1,6 +1,6 @@
 """Every metric name a run may report: unit, formula, healthy range, who reports it. Each room has its own file."""
 
-from verl_rc.metrics.catalog import accounting, batch, learning, rollout_corr, sync, time, validation
+from verl_rc.metrics.catalog import accounting, asynchrony, batch, learning, rollout_corr, sync, time, validation
 from verl_rc.metrics.catalog.lookup import Catalog
 from verl_rc.metrics.catalog.spec import MetricSpec
 
@@ -11,6 +11,7 @@ ROOMS: dict[str, tuple[MetricSpec, ...]] = {
     "Samples and training": batch.SPECS,
     "Books and alarms": accounting.SPECS,
     "Validation": validation.SPECS,
+    "Asynchronous training": asynchrony.SPECS,
     "Time and memory": time.SPECS,
 }
 """Entries by room, in the order of docs/metrics.md."""
