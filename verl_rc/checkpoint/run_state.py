@@ -16,10 +16,12 @@ from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.control import MovedControl
 from verl_rc.ppo.guards import RewardHistory
 
-FORMAT_VERSION = 2
-"""Of the run state; a change of its fields or of their meaning raises it. Format 1 is read too."""
+FORMAT_VERSION = 3
+"""Of the run state; a change of its fields or of their meaning raises it. Formats 1 and 2 are read too."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
+GROUPS_FILE = "groups.pt"
+"""The groups of ``RunState.supply``; there is none in a synchronous run."""
 
 FIXED_KEYS = (
     "data.train_batch_size",
@@ -54,6 +56,8 @@ class RunState:
     """Training steps done."""
     prompts: dict[str, Any] = field(default_factory=dict)
     """``state_dict`` of the prompt stream: where the next batch comes from."""
+    supply: dict[str, Any] = field(default_factory=dict)
+    """What an asynchronous run has in flight or waiting: admission, running ledger, groups; empty in a synchronous one."""
     control: MovedControl = field(default_factory=MovedControl)
     """Weight of the KL penalty and rejection threshold, as far as the run moves them."""
     rollout_gap_limit: float | None = None
@@ -88,13 +92,19 @@ class SavedRun:
     """Trainer ranks that saved; any number may load."""
 
     def save(self, folder: Path) -> None:
-        """Write ``run_state.json`` and ``data.pt`` into ``folder``. Raises ``ValueError`` for what JSON cannot hold,
+        """Write ``run_state.json``, ``data.pt`` and, if there are groups in flight or waiting, ``groups.pt`` into ``folder``.
+
+        Raises ``ValueError`` for what JSON cannot hold,
         ``CheckpointError`` or ``OSError`` when the disk does not take it."""
         state = asdict(self.state)
-        try:
-            torch.save(state.pop("prompts"), folder / LOADER_FILE)
-        except RuntimeError as error:  # that is how torch reports a full disk
-            raise CheckpointError(f"writing {folder / LOADER_FILE} failed: {str(error).partition(chr(10))[0]}.") from error
+        tensors = {LOADER_FILE: state.pop("prompts")}
+        if "groups" in state["supply"]:
+            tensors[GROUPS_FILE] = state["supply"].pop("groups")
+        for name, value in tensors.items():
+            try:
+                torch.save(value, folder / name)
+            except RuntimeError as error:  # that is how torch reports a full disk
+                raise CheckpointError(f"writing {folder / name} failed: {str(error).partition(chr(10))[0]}.") from error
         plain = {
             "format_version": FORMAT_VERSION,
             "written_by": f"verl_rc {__version__}",
@@ -113,7 +123,7 @@ class SavedRun:
         path = folder / RUN_STATE_FILE
         plain = _read_json(path)
         version = plain.pop("format_version", None)
-        if version not in (1, FORMAT_VERSION):
+        if version not in range(1, FORMAT_VERSION + 1):
             writer = plain.get("written_by", "an unknown release")
             raise CheckpointError(
                 f"{path} must have format 1 to {FORMAT_VERSION} for verl_rc {__version__}, but {writer} wrote it in format "
@@ -121,6 +131,8 @@ class SavedRun:
             )
         if version == 1:
             plain = _from_format_1(plain)
+        elif version == 2 and isinstance(plain.get("state"), dict):
+            plain["state"].setdefault("supply", {})  # nothing was in flight
         expected = {"state", "config", "num_ranks", "written_by"}
         if plain.keys() != expected or not isinstance(plain["state"], dict):
             raise CheckpointError(
@@ -136,7 +148,9 @@ class SavedRun:
             raise CheckpointError(
                 f"{path} must hold the state of a run, but: {_in_one_line(error)}. Use another checkpoint."
             ) from error
-        state.prompts = _read_loader_state(folder / LOADER_FILE)
+        state.prompts = _read_tensors(folder / LOADER_FILE, "a loader's state")
+        if state.supply:
+            state.supply["groups"] = _read_tensors(folder / GROUPS_FILE, "groups in flight")
         return cls(state, plain["config"], plain["num_ranks"])
 
 
@@ -152,6 +166,7 @@ def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
     nonfinite = plain.get("nonfinite_in_a_row", {})
     state = {
         "step": plain["step"],
+        "supply": {},
         "control": {"kl_coef": plain["control"]["kl_coef"], "rejection_threshold": plain["control"]["threshold"]},
         "rollout_gap_limit": plain["gap_limits"].get("rollouts"),
         "canary_gap_limit": plain["gap_limits"].get("canary"),
@@ -213,7 +228,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return plain
 
 
-def _read_loader_state(path: Path) -> dict[str, Any]:
+def _read_tensors(path: Path, what: str) -> dict[str, Any]:
     try:
         state = torch.load(path, weights_only=True)
     except FileNotFoundError:
@@ -221,8 +236,8 @@ def _read_loader_state(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{path} must hold a loader's state, but reading it gave: {reason}. Use another checkpoint."
+            f"{path} must hold {what}, but reading it gave: {reason}. Use another checkpoint."
         ) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} must hold a loader's state, got {type(state).__name__}. Use another checkpoint.")
+        raise CheckpointError(f"{path} must hold {what}, got {type(state).__name__}. Use another checkpoint.")
     return state

@@ -207,6 +207,10 @@ class EngineGroup:
         """
         numbers, of_engines = self._work.add(requests, options, awaited=True)
         self._hand_over(of_engines)
+        return self.finish(numbers, on_loss)
+
+    def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[Completions]:
+        """The completions of these numbers, in this order, once all have ended; each can be taken once. See ``generate``."""
         busy_seconds = 0.0
         try:
             while missing := self._work.missing(numbers):

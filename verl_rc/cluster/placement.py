@@ -68,20 +68,30 @@ def plan_placement(config: RunConfig) -> Placement:
     _check_nodes(config, device)
     if device == "cpu":
         _check_cores(config)
-    cores = usable_cores()
     engines_per_node = max(1, config.num_engines // (rollout.nnodes or trainer.nnodes))
+    trainer_threads, engine_threads = _threads(config, device, engines_per_node)
     rank_places, engine_places = _reserve(config, device, min(1.0, total.get("CPU", 1.0) / config.num_processes))
     return Placement(
         device=device,
         num_ranks=config.num_ranks,
         num_engines=config.num_engines,
-        trainer_threads=max(1, cores // trainer.n_gpus_per_node),
-        engine_threads=max(1, cores // (engines_per_node * rollout.tensor_model_parallel_size)),
+        trainer_threads=trainer_threads,
+        engine_threads=engine_threads,
         one_node=trainer.nnodes == 1 and (rollout.nnodes or 1) == 1,
         shares_devices=config.actor_rollout_ref.hybrid_engine,
         rank_places=tuple(rank_places),
         engine_places=tuple(engine_places),
     )
+
+
+def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int, int]:
+    """Of a trainer rank and of an engine's worker: all cores where they take turns, else those that are theirs alone."""
+    cores, ranks = usable_cores(), config.trainer.n_gpus_per_node
+    workers = engines_per_node * config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if device == "cpu" and not config.async_training.is_synchronous:
+        share = max(1, cores // (ranks + workers))
+        return share, share
+    return max(1, cores // ranks), max(1, cores // workers)
 
 
 def _check_nodes(config: RunConfig, device: str) -> None:
@@ -115,6 +125,13 @@ def _check_cores(config: RunConfig) -> None:
             "on a CPU every trainer rank and every engine needs a core of its own: trainer.n_gpus_per_node="
             f"{trainer.n_gpus_per_node} and {config.num_engines} engines were asked for, this process may use {cores}. "
             "Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer ranks)."
+        )
+    ahead, engines = config.async_training.staleness_threshold, config.num_engine_devices // trainer.nnodes
+    if ahead > 0 and trainer.n_gpus_per_node + engines > cores:
+        raise ConfigError(
+            f"with async_training.staleness_threshold={ahead:g} trainer ranks and engines compute at the same time, each on a "
+            f"core of its own: {trainer.n_gpus_per_node} ranks and {engines} engines were asked for, this process may use "
+            f"{cores}. Ask for fewer, or pass async_training.staleness_threshold=0."
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
+from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.models import ReferenceConfig
 from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
@@ -415,6 +416,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _multi_turn,
     _engine,
     _devices,
+    check_async_training,
     _resuming,
     _alerts,
     _ray,

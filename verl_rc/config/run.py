@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticUndefined
 
 from verl_rc.config.algorithm import AlgorithmConfig
+from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from verl_rc.config.rollout import RolloutConfig
 from verl_rc.config.schema import StrictModel, UserPath
@@ -184,6 +185,8 @@ class RunConfig(StrictModel):
     """Scores."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Objective."""
+    async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    """Rollouts beside updates."""
     trainer: TrainerConfig = TrainerConfig()
     """Length, place, output."""
     ray_kwargs: RayKwargsConfig = RayKwargsConfig()
@@ -196,6 +199,7 @@ class RunConfig(StrictModel):
         if not isinstance(given, Mapping):
             return given
         tree: dict[str, Any] = copy.deepcopy(dict(given))
+        _size_of_a_step(tree)
         for key, source in FALLBACKS:
             if _value_at(tree, key) is None:
                 _fill(tree, key, _value_at(tree, source))
@@ -254,6 +258,16 @@ class RunConfig(StrictModel):
     def num_engines(self) -> int:
         """Rollout engines over all nodes."""
         return self.num_engine_devices // self.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+
+def _size_of_a_step(tree: dict[str, Any]) -> None:
+    """``data.train_batch_size`` as ``require_batches`` mini-batches, unless it is given; verl's recipes give it as 0."""
+    count = _value_at(tree, "async_training.require_batches")
+    mini = _value_at(tree, "actor_rollout_ref.actor.ppo_mini_batch_size")
+    data = tree.get("data")
+    given = data.get("train_batch_size") if isinstance(data, Mapping) else None
+    if isinstance(count, int) and isinstance(mini, int) and given in (None, 0):
+        _fill(tree, "data.train_batch_size", count * mini)
 
 
 def _value_at(tree: Mapping[str, Any], key: str) -> Any:

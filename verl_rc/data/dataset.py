@@ -164,6 +164,11 @@ class PromptDataset(Dataset[PromptRow]):
             fit_prompt(ids, self._options, where)
         return describe_lengths([len(ids) for ids, _ in token_ids], len(self), self._options.max_prompt_length)
 
+    def row(self, row_index: int) -> PromptRow:
+        """The prompt of a row of the files. Raises ``ValueError`` when the choice of rows has none of this index."""
+        index = self._row_indices.index(row_index)
+        return self[index]
+
     def __getitem__(self, index: int) -> PromptRow:
         """The prompt at ``index``, truncated. Raises ``ValueError`` when it is malformed or too long."""
         row_index = self._row_indices[index]
@@ -314,6 +319,11 @@ class PromptStream:
                 self._batches_drawn += 1
                 return epoch, rows
             self._passing = None
+
+    def row(self, row_index: int) -> PromptRow:
+        """The prompt of one row of the data. Raises ``ValueError`` when the run's choice of rows has none of this index."""
+        found: PromptRow = self._loader.dataset.row(row_index)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch comes from: every batch drawn so far is used up."""

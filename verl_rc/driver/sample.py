@@ -21,8 +21,12 @@ from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.train_batch import informative_groups
+from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
+
+_OVERLONG_COLUMNS = ("overlong_reward", "overlong")
+"""What ``overlong_buffer_cfg.log`` adds to the reward function's columns."""
 
 
 def sample_batch(services: Services, state: RunState, prompts: list[PromptRow], epoch: int, record: StepRecord) -> Samples:
@@ -36,8 +40,7 @@ def sample_batch(services: Services, state: RunState, prompts: list[PromptRow], 
     batch = _informative_batch(sampler, prompts, epoch) if filtered else sampler.sample(prompts, epoch)
     if services.config.algorithm.estimator_reads("reward_baselines"):
         batch = replace(batch, reward_baselines=sampler.greedy_scores(batch))
-    if services.config.algorithm.gdpo_reward_keys is not None:
-        batch = replace(batch, component_scores=_component_scores(batch, services.config.algorithm.gdpo_reward_keys, record))
+    batch = with_component_scores(services, batch, record)
     sampler.finish(batch)
     return batch
 
@@ -55,7 +58,7 @@ class _Sampler:
         answer = generate(self.services, self.state, prompts, epoch, self.record)
         self._response_tokens += int(torch.count_nonzero(answer.result.response_mask))
         self._busy_seconds += answer.busy_seconds
-        return self._scored(prompts, answer.result)
+        return score_with_penalty(self.services, prompts, answer.result, self.record)
 
     def greedy_scores(self, batch: Samples) -> Tensor:
         """One greedy response per prompt; its score for each row of the prompt, float32 ``[B]``."""
@@ -68,42 +71,16 @@ class _Sampler:
         record.ledger.sampled(sampled_tokens(answer.result))
         record.ledger.book({"baseline": sampled_tokens(answer.result)})
         greedy = as_rollouts(services, requests, answer.result)
-        scores = self._scored(batch.prompts, greedy).scores
+        scores = score_with_penalty(services, batch.prompts, greedy, record).scores
         record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
         return scores[batch.rollouts.group_ids]
 
     def finish(self, batch: Samples) -> None:
         """Put the engines to sleep and report."""
-        self.record.ledger.book_prompts({"in_batch": len(batch.prompts)})
         with self.record.stage("gen"), suppress(EnginesLostError):  # its samples are here; the next weight update replaces it
             self.services.engines.sleep()
         self.record.add({"perf/rollout_tokens_per_second": self._response_tokens / self._busy_seconds})
-        lengths = batch.rollouts.tokens.sequence_lengths
-        self.record.count_tokens(self._response_tokens, int(lengths.sum()), self.services.config.num_devices)
-        if self.services.config.reward.reward_kwargs.overlong_buffer_cfg.enable:
-            penalties = self._overlong_penalties(batch.rollouts).double()
-            spread = {"mean": penalties.mean(), "min": penalties.min(), "max": penalties.max()}
-            self.record.add({f"critic/overlong_reward/{name}": float(value) for name, value in spread.items()})
-            self.record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
-
-    def _scored(self, prompts: list[PromptRow], rollouts: RolloutBatch) -> Samples:
-        """With the reward function's scores, less the overlong penalty."""
-        samples = score(self.services, prompts, rollouts, self.record)
-        buffer = self.services.config.reward.reward_kwargs.overlong_buffer_cfg
-        if not buffer.enable:
-            return samples
-        penalties = self._overlong_penalties(rollouts)
-        extras = dict(samples.extras)
-        if buffer.log:
-            extras |= {"overlong_reward": penalties.tolist(), "overlong": (penalties < 0).tolist()}
-        return replace(samples, scores=samples.scores + penalties, extras=extras, unpenalised=samples.scores)
-
-    def _overlong_penalties(self, rollouts: RolloutBatch) -> Tensor:
-        kwargs = self.services.config.reward.reward_kwargs
-        buffer = kwargs.overlong_buffer_cfg
-        assert buffer.len is not None
-        assert kwargs.max_resp_len is not None
-        return overlong_penalty(rollouts.tokens.response_lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
+        describe_sampled(self.services, batch, self._response_tokens, self.record)
 
 
 def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) -> Samples:
@@ -154,8 +131,47 @@ def _informative_part(part: Samples, metric: str) -> Samples:
     return part.of_prompts(informative_groups(values, part.rollouts.group_ids.tolist()))
 
 
+def describe_sampled(services: Services, batch: Samples, response_tokens: int, record: StepRecord) -> None:
+    """Book and count what a step trains on, of ``response_tokens`` that were sampled for it."""
+    record.ledger.book_prompts({"in_batch": len(batch.prompts)})
+    lengths = batch.rollouts.tokens.sequence_lengths
+    record.count_tokens(response_tokens, int(lengths.sum()), services.config.num_devices)
+    if services.config.reward.reward_kwargs.overlong_buffer_cfg.enable:
+        penalties = _overlong_penalties(services, batch.rollouts).double()
+        spread = {"mean": penalties.mean(), "min": penalties.min(), "max": penalties.max()}
+        record.add({f"critic/overlong_reward/{name}": float(value) for name, value in spread.items()})
+        record.add({"response_length/overlong_ratio": float((penalties < 0).double().mean())})
+
+
+def score_with_penalty(services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> Samples:
+    """With the reward function's scores, less the overlong penalty."""
+    samples = score(services, prompts, rollouts, record)
+    buffer = services.config.reward.reward_kwargs.overlong_buffer_cfg
+    if not buffer.enable:
+        return samples
+    penalties = _overlong_penalties(services, rollouts)
+    extras = dict(samples.extras)
+    if buffer.log:
+        extras |= dict(zip(_OVERLONG_COLUMNS, (penalties.tolist(), (penalties < 0).tolist()), strict=True))
+    return replace(samples, scores=samples.scores + penalties, extras=extras, unpenalised=samples.scores)
+
+
+def _overlong_penalties(services: Services, rollouts: RolloutBatch) -> Tensor:
+    kwargs = services.config.reward.reward_kwargs
+    buffer = kwargs.overlong_buffer_cfg
+    assert buffer.len is not None
+    assert kwargs.max_resp_len is not None
+    return overlong_penalty(rollouts.tokens.response_lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
+
+
+def with_component_scores(services: Services, samples: Samples, record: StepRecord) -> Samples:
+    """With the columns that ``gdpo`` normalises one by one, where the run has them."""
+    keys = services.config.algorithm.gdpo_reward_keys
+    return samples if keys is None else replace(samples, component_scores=_component_scores(samples, keys, record))
+
+
 def _component_scores(samples: Samples, keys: list[str], record: StepRecord) -> Tensor:
-    """The columns that ``gdpo`` normalises one by one, float32 ``[B, K]``."""
+    """float32 ``[B, K]``."""
     columns = torch.tensor([_numbers(samples, key, "algorithm.gdpo_reward_keys") for key in keys], dtype=torch.float32)
     for key, column in zip(keys, columns.double(), strict=True):
         record.add({f"gdpo/{key}/mean": float(column.mean()), f"gdpo/{key}/std": float(column.std(correction=0))})
@@ -225,6 +241,15 @@ def score(services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, 
     extras = {name: [output.extras.get(name) for output in outputs] for name in names}
     scores = torch.tensor([output.score for output in outputs], dtype=torch.float32)
     return Samples(rollouts, scores, prompts=prompts, texts=texts, extras=extras)
+
+
+def reward_outputs(samples: Samples) -> list[RewardOutput]:
+    """What the reward function said of every sample, from the columns that are kept of it; None is what it did not say."""
+    columns = {name: column for name, column in samples.extras.items() if name not in _OVERLONG_COLUMNS}
+    return [
+        RewardOutput(score, {name: column[row] for name, column in columns.items() if column[row] is not None})
+        for row, score in enumerate(samples.scores.tolist())
+    ]
 
 
 def decode(services: Services, rollouts: RolloutBatch) -> list[str]:

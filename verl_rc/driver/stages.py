@@ -75,11 +75,15 @@ def judge_proximal_gap(
     return judge_gap(services, state, gap, record)
 
 
-def judge_gap(services: Services, state: RunState, gap: LogProbGap, record: StepRecord) -> float:
+def judge_gap(services: Services, state: RunState, gap: LogProbGap, record: StepRecord) -> float | None:
     """Report the gap between trainer and engine on the step's rollouts; returns the limit that it calibrates.
 
-    Raises ``SyncProofError`` when the engine cannot have held the trainer's weights.
+    Raises ``SyncProofError`` when the engine cannot have held the trainer's weights. In an asynchronous run the tokens are older
+    than the trainer's weights and prove nothing: the gap is reported, and canary tokens alone are judged.
     """
+    if not services.config.async_training.is_synchronous:
+        record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
+        return state.rollout_gap_limit
     limit = services.gap_limit.in_force(state.rollout_gap_limit)
     calibrated = services.gap_limit.after(gap, state.rollout_gap_limit, "this step's rollouts")
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit})
@@ -165,7 +169,8 @@ def update_actor(
         denominator=correction.rejection_denominator,
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
-    limit = services.gap_limit.in_force(state.rollout_gap_limit) if correction.bypass_mode else None
+    judged = correction.bypass_mode and services.config.async_training.is_synchronous
+    limit = services.gap_limit.in_force(state.rollout_gap_limit) if judged else None
     order = UpdateOrder(control.correction(correction), policy_version=state.step, gap_limit=limit)
     with record.stage("update_actor"):
         answer = services.actor.update(batch, mini_batches, actor_limit(services.config), order)

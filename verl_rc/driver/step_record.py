@@ -49,6 +49,8 @@ class StepRecord:
         """Engines that were lost in the step and replaced."""
         self.requests_reissued = 0
         """Requests that an engine was lost with and another answered."""
+        self.waits_in: str | None = None
+        """The stage in which an asynchronous run waits for its batch; None: the run is synchronous, and samples there itself."""
         self._histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     @contextmanager
@@ -103,6 +105,8 @@ class StepRecord:
         metrics["perf/time_per_step"] = step
         metrics["recovery/engines_replaced"] = float(self.engines_replaced)
         metrics["recovery/requests_reissued"] = float(self.requests_reissued)
+        if self.waits_in is not None:
+            metrics["trainer/idle_ratio"] = self._seconds[self.waits_in] / step
         if self._tokens is not None:
             metrics["perf/useful_tokens_per_second"] = self.ledger.trained_tokens / step
             metrics["perf/throughput"] = self._tokens.total / (step * self._tokens.num_devices)

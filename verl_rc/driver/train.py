@@ -8,10 +8,10 @@ from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
-from verl_rc.driver.sample import sample_batch
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import Pace, StepRecord
+from verl_rc.driver.supply import open_supply
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
@@ -31,38 +31,38 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 def train(services: Services, state: RunState) -> None:
     """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its left."""
     trainer, algorithm = services.config.trainer, services.config.algorithm
-    first, pace = start(services, state), Pace()
-    last = first
+    supply, pace = open_supply(services, state), Pace()
+    first = last = start(services, state)
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
         say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
+    supply.admit(state.step)
     while state.step < services.total_steps:
-        step, (epoch, prompts) = state.step + 1, services.prompts.draw()
-        record = StepRecord()
-        samples = sample_batch(services, state, prompts, epoch, record)
+        step, record = state.step + 1, StepRecord()
+        samples = supply.take(record)
         evaluations = stages.evaluate(services, samples.rollouts, record)
         state.rollout_gap_limit = stages.judge_proximal_gap(services, state, samples.rollouts, evaluations, record)
         control = Control.of(algorithm, state.control)
         with record.stage("adv"):
-            scored = build_train_batch(samples, evaluations, algorithm, control)
+            scored = build_train_batch(samples, evaluations, algorithm, control, state.step)
         stages.describe_batch(services, samples, evaluations, scored, control, record)
-        control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics)
-        state.control = control.moved
+        state.control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).moved
         state.rewards = state.rewards.observed(samples.scores, trainer.alerts.reward_window)
         if guards.may_train(services, state.rewards, samples, scored, record, step):
             update(services, state, scored.batch, evaluations, record)
         else:
             guards.book_withheld(scored.batch, record)
-        state.canary_gap_limit = weights.publish(services, state, step, record)
+        state.canary_gap_limit = supply.publish(step, record)
         if services.is_due(trainer.test_freq, step):
             last = validate(services, state, record, step)
+        supply.admit(step)
         stages.dump_rollouts(services, samples, step, record)
         state.health = stages.judge_health(services, state.health, record, step)
-        state.step, state.prompts = step, services.prompts.state_dict()
+        state.step, state.prompts, state.supply = step, services.prompts.state_dict(), supply.close_step(record)
         checkpoints.write(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)
-        record.log(services.tracker, step, {"training/global_step": step, "training/epoch": epoch})
+        record.log(services.tracker, step, {"training/global_step": step})
         checkpoints.commit(services, step)
         services.stop.end_if_decided()
     say("written to %s: %s", services.folder, ", ".join(sorted(path.name for path in services.folder.iterdir())))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from verl_rc.checkpoint import RunState
-from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.driver.announce import say
@@ -62,13 +62,7 @@ def generate(
 
     Engines that are lost meanwhile are replaced; all get the weights again that they had, with proof.
     """
-
-    def on_loss(lost: EnginesLostError, num_requests: int) -> None:
-        record.requests_reissued += num_requests
-        # The time this takes is part of the generation, so the stages of the delivery are timed in a record that is not logged.
-        apart = StepRecord(record.engines_replaced)
-        _replace_and_deliver(services, state, version, apart, lost)
-        record.engines_replaced = apart.engines_replaced
+    on_loss = _replacing(services, state, version, record)
 
     def on_engines(requests: Sequence[GenerationRequest], options: SamplingOptions) -> Timed[Completions]:
         return services.engines.generate(requests, options, on_loss)
@@ -76,6 +70,28 @@ def generate(
     if services.agent_loop is None:
         return on_engines(requests, options)
     return services.agent_loop.generate(requests, options, on_engines)
+
+
+def finish(
+    services: Services, state: RunState, numbers: Sequence[int], version: int, record: StepRecord
+) -> Timed[Completions]:
+    """The completions of submitted requests, in the order of their ``numbers``, once all have ended.
+
+    Engines that are lost meanwhile are replaced; all get the trainer's weights then, as ``version``, and the new ones what the
+    old ones owed.
+    """
+    return services.engines.finish(numbers, _replacing(services, state, version, record))
+
+
+def _replacing(services: Services, state: RunState, version: int, record: StepRecord) -> OnLoss:
+    def on_loss(lost: EnginesLostError, num_requests: int) -> None:
+        record.requests_reissued += num_requests
+        # The time this takes is part of the generation, so the stages of the delivery are timed in a record that is not logged.
+        apart = StepRecord(record.engines_replaced)
+        _replace_and_deliver(services, state, version, apart, lost)
+        record.engines_replaced = apart.engines_replaced
+
+    return on_loss
 
 
 def _replace_and_deliver(

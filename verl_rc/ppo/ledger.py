@@ -56,6 +56,11 @@ class Ledger:
         self._prompts.update(prompts)
 
     @property
+    def accounts(self) -> dict[str, int]:
+        """Tokens booked so far, by account."""
+        return dict(self._tokens)
+
+    @property
     def trained_tokens(self) -> int:
         """Tokens in the loss of optimizer steps that were taken."""
         return self._tokens["trained"]

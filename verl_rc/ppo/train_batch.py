@@ -35,13 +35,14 @@ class ScoredStep:
 
 
 def build_train_batch(
-    samples: Samples, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, control: Control
+    samples: Samples, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, control: Control, current_version: int
 ) -> ScoredStep:
     """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
-    ``control`` holds the weight and the threshold in force. Correction decides weights and ``loss_mask`` only; rewards,
-    advantages and their statistics use ``response_mask``, so a reward on a rejected token is never lost. In bypass mode nothing
-    is corrected here: ``loss_mask`` is ``response_mask``.
+    ``control`` holds the weight and the threshold in force. ``current_version`` is that of the proximal policy, the training
+    steps done: ages of tokens count from it, even where no token of the batch is that new. Correction decides weights and
+    ``loss_mask`` only; rewards, advantages and their statistics use ``response_mask``, so a reward on a rejected token is never
+    lost. In bypass mode nothing is corrected here: ``loss_mask`` is ``response_mask``.
     """
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
@@ -77,6 +78,7 @@ def build_train_batch(
             group_ids=rollouts.group_ids,
             policy_versions=rollouts.policy_versions,
             scores=scores,
+            current_version=current_version,
         )
 
     correction: CorrectionResult | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
@@ -43,6 +44,7 @@ def after_five_batches() -> SavedRun:
     state = RunState(
         step=5,
         prompts=loader.state_dict(),
+        supply={"admission": {"admitted": 7}, "groups": {"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)}},
         control=MovedControl(kl_coef=0.1 + 0.2, rejection_threshold=1.5),
         rollout_gap_limit=0.25,
         canary_gap_limit=1 / 3,
@@ -72,7 +74,7 @@ def test_a_checkpoint_holds_every_leaf_of_the_state(tmp_path: Path) -> None:
     beginning, now = leaves(RunState()), leaves(saved.state)
     assert not [place for place in beginning if place in now and now[place] == beginning[place]]
     saved.save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.pt", "run_state.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.pt", "groups.pt", "run_state.json"]
     loaded = SavedRun.load(tmp_path)
     assert leaves(loaded.state) == now
     assert loaded == saved
@@ -115,6 +117,16 @@ def test_a_checkpoint_of_format_1_is_read() -> None:
     assert saved.config["data"]["train_batch_size"] == 32
 
 
+def test_in_a_checkpoint_of_format_2_nothing_is_in_flight(tmp_path: Path) -> None:
+    saved = after_five_batches()
+    synchronous = dataclasses.replace(saved, state=dataclasses.replace(saved.state, supply={}))
+    synchronous.save(tmp_path)
+    assert not (tmp_path / "groups.pt").exists()
+    edit(tmp_path / "run_state.json", format_version=2)
+    edit_state(tmp_path, without="supply")
+    assert SavedRun.load(tmp_path) == synchronous
+
+
 def test_guards_that_format_1_may_hold_are_read_too(tmp_path: Path) -> None:
     shutil.copytree(FORMAT_1, tmp_path, dirs_exist_ok=True)
     watch = {"recent": [{"count": 2, "total": 1.5, "squares": 1.25}], "best": 0.75}
@@ -139,14 +151,15 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
     [
         (lambda folder: (folder / "run_state.json").unlink(), "must hold run_state.json, but .* is missing"),
         (lambda folder: (folder / "data.pt").unlink(), "must hold data.pt, but .* is missing"),
+        (lambda folder: (folder / "groups.pt").unlink(), "must hold groups.pt, but .* is missing"),
         (lambda folder: (folder / "run_state.json").write_text('{"step": '), "must be a JSON file"),
         (lambda folder: (folder / "run_state.json").write_bytes(b"\xff"), "must be a JSON file"),
         (lambda folder: (folder / "run_state.json").write_text("[1]"), "must hold a JSON object, got list"),
         (lambda folder: (folder / "data.pt").write_bytes(b"PK"), "must hold a loader's state, but reading it gave"),
         (lambda folder: (folder / "data.pt").write_bytes(b""), "must hold a loader's state, but reading it gave"),
         (
-            lambda folder: edit(folder / "run_state.json", format_version=3, written_by="verl_rc 0.9"),
-            r"format 1 to 2 for verl_rc .*, but verl_rc 0\.9 wrote it in format 3\. Resume with verl_rc 0\.9, or start anew",
+            lambda folder: edit(folder / "run_state.json", format_version=4, written_by="verl_rc 0.9"),
+            r"format 1 to 3 for verl_rc .*, but verl_rc 0\.9 wrote it in format 4\. Resume with verl_rc 0\.9, or start anew",
         ),
         (lambda folder: edit(folder / "run_state.json", format_version=None), r"but verl_rc 0\.1\.0 wrote it in format None"),
         (lambda folder: edit_state(folder, step="five"), r"hold the state of a run, but: step: .* got 'five'"),

@@ -169,11 +169,11 @@ LEGACY: list[Mistake] = [
     (f"{ACTOR}.ulysses_sequence_parallel_size=4", "ulysses_sequence_parallel_size", "is not built", "=4", "write 1"),
     (f"{MODEL}.use_fused_kernels=True", f"{MODEL}.use_fused_kernels", "are not built", "=True", "write False"),
     (
-        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.trainer_mode=colocate_async",
         "trainer.v1.trainer_mode",
-        "asynchronous",
-        "=separate_async",
-        "write trainer_mode=sync",
+        "take turns",
+        "=colocate_async",
+        "write sync, or separate_async",
     ),
     (f"{ACTOR}.profiler.enable=True", f"{ACTOR}.profiler.enable", "are not supported", "=True", "drop it"),
 ]

@@ -151,7 +151,9 @@ def train_on(
         evaluations.old_log_probs = rollouts.rollout_log_probs
     proximal = FINITE[1].old_log_probs
     try:
-        batch = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, Control.of(algorithm)).batch
+        batch = build_train_batch(
+            Samples(rollouts, scores), evaluations, algorithm, Control.of(algorithm), current_version=0
+        ).batch
         noise = torch.randn(proximal.shape, generator=torch.Generator().manual_seed(5))
         log_probs = proximal + (0.0 if config.bypass_mode else 0.1) * noise
         batch, counts = corrected(batch, log_probs, config)
@@ -283,11 +285,11 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
         config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": target})
         algorithm = AlgorithmConfig(adv_estimator="grpo", rollout_correction=config)
         control, (rollouts, evaluations, scores) = Control.of(algorithm), FINITE
-        step = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control)
+        step = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control, current_version=0)
         assert step.correction is not None
         if control.threshold is not None:
             control = replace(control, threshold=control.threshold.updated(step.correction.statistics))
-        following = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control)
+        following = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control, current_version=0)
         outcomes.add(following.batch.loss_mask.numpy().tobytes())
     assert len(outcomes) == 3
 

@@ -2,197 +2,21 @@
 
 import dataclasses
 import json
-import math
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
-from small_models import small_run_config
-from torchdata.stateful_dataloader import StatefulDataLoader
+from formula_run import STEPS, World, live, without_processes
 
-from verl_rc.checkpoint import CheckpointStore, RunState, SavedRun
-from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores, TrainBatch
-from verl_rc.data.dataset import PromptRow, PromptStream
-from verl_rc.data.epoch_batches import EpochBatches
-from verl_rc.driver import checkpoints, weights
-from verl_rc.driver.services import Services, StopRequest
-from verl_rc.driver.train import train
-from verl_rc.metrics import Metric
-from verl_rc.metrics.sinks import JsonlSink, Tracker
-from verl_rc.ppo.mini_batches import MiniBatch
-from verl_rc.rewards import RewardOutput
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.weight_sync.proof import GapLimit
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
+from verl_rc.checkpoint import RunState, SavedRun
 
-STEPS, INTERRUPTED = 4, 2
-OVERRIDES = (
-    "algorithm.use_kl_in_reward=True",
-    "algorithm.kl_ctrl.type=adaptive",
-    "algorithm.kl_ctrl.horizon=50",
-    "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
-    "algorithm.rollout_correction.rollout_rs_threshold=1.01",
-    "algorithm.rollout_correction.rollout_rs_target_acceptance=0.6",
-    "algorithm.rollout_correction.diagnostics=full",
-    "algorithm.rollout_correction.max_skipped_updates=100",
-    "trainer.max_nonfinite_updates=100",
-    "trainer.alerts.reward_collapse=warn",
-    "trainer.alerts.reward_window=1",
-    "trainer.save_freq=1",
-    "trainer.val_before_train=False",
-    "trainer.test_freq=-1",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
-)
+INTERRUPTED = 2
 TIMES = ("timing_", "perf/")
-
-
-class World:
-    """Trainer and engines: one number each, which says what log-probs they give. Rank and engine group in one."""
-
-    role, num_ranks = "actor", 1
-
-    def __init__(self) -> None:
-        self.trained = 0.0
-        self.updates = 0
-        self.engine = 0.0
-        self.version = 0
-
-    # the engines
-
-    def generate(self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None) -> Timed[Completions]:
-        lengths = torch.tensor([2 + request.seed % 3 for request in requests])
-        mask = torch.arange(4) < lengths[:, None]
-        tokens = torch.tensor([[1 + (40503 * request.seed + 977 >> shift) % 7 for shift in (0, 3, 6, 9)] for request in requests])
-        log_probs = log_probs_of(tokens, self.engine) - 0.02 * (1 + self.engine) * (tokens % 3 - 1)
-        completions = Completions(
-            responses=torch.where(mask, tokens, 0),
-            response_lengths=lengths,
-            rollout_log_probs=torch.where(mask, log_probs, 0.0),
-            policy_versions=torch.where(mask, self.version, -1),
-            finished=torch.ones(len(requests), dtype=torch.bool),
-            batch_size=[len(requests)],
-        )
-        return Timed(completions, 0.5)
-
-    def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
-        return [self.generate(requests, options).result]
-
-    def wake_up(self, tag: str) -> None:
-        pass
-
-    def sleep(self) -> None:
-        pass
-
-    # the transport
-
-    def deliver(self, version: int) -> tuple[None, None]:
-        self.engine, self.version = self.trained, version
-        return None, None
-
-    # the actor
-
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[TokenScores]:
-        log_probs = log_probs_of(tokens.responses, self.trained)
-        return Timed(TokenScores(log_probs, torch.ones_like(log_probs)), 0.5)
-
-    def update(self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, order: UpdateOrder) -> Timed[UpdateReport]:
-        """In step 2 the first gradient is not finite and the second mini-batch is empty; in step 3 both are empty."""
-        planned = [mini.num_loss_tokens for mini in mini_batches]
-        kept = {2: [planned[0], 0], 3: [0, 0]}.get(order.policy_version + 1, planned)
-        norms = [math.nan if order.policy_version == 1 else 1.0 for count in kept if count]
-        self.updates += 1
-        self.trained += 0.1 + 0.01 * float((batch.advantages * batch.loss_mask).abs().sum())
-        records = [Metric("actor/grad_norm", norm) for norm in norms]
-        return Timed(UpdateReport([*records, Metric("rollout_corr/skipped_updates", kept.count(0))], kept), 0.5)
-
-    def save(self, folder: Path) -> list[Any]:
-        folder.mkdir()
-        (folder / "weights").write_text(json.dumps([self.trained, self.updates]))
-        return []
-
-    def load(self, folder: Path) -> None:
-        self.trained, self.updates = json.loads((folder / "weights").read_text())
-
-    def has_saved(self, wait: bool) -> list[Any]:
-        return []
-
-
-class Reference(World):
-    """A policy that stays where it was."""
-
-    def compute_log_probs(self, tokens: TokenBatch, limit: Any) -> Timed[Any]:
-        return Timed(log_probs_of(tokens.responses, 0.3), 0.5)
-
-
-class Scorer:
-    """Good scores for the prompts of the first two steps, bad ones afterwards."""
-
-    def score(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> list[RewardOutput]:
-        return [
-            RewardOutput((1.0 if row.row_index < 4 else 0.0) + len(text) / 100, {}) for row, text in zip(rows, texts, strict=True)
-        ]
-
-
-def log_probs_of(tokens: torch.Tensor, policy: float) -> torch.Tensor:
-    return -0.5 - 0.1 * tokens.float() * (1 + 0.3 * policy)
-
-
-def prompt_stream() -> PromptStream:
-    rows = [PromptRow(row, [1 + row % 5, 2], [], "table", None, {}) for row in range(12)]
-    with warnings.catch_warnings(action="ignore"):
-        return PromptStream(StatefulDataLoader(rows, batch_sampler=EpochBatches(12, 2, seed=1, shuffle=False), collate_fn=list))
-
-
-def live(folder: Path, state: RunState, checkpoint: Path | None = None) -> World:
-    """A run from ``state`` to the end; its models are those of the checkpoint."""
-    world, config = World(), small_run_config(folder, *OVERRIDES)
-    prompts = prompt_stream()
-    if checkpoint is not None:
-        world.load(checkpoint / "actor")
-        if state.prompts:
-            prompts.load_state_dict(state.prompts)
-
-    def batch_decode(rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return ["x" * len(row) for row in rows]
-
-    services = SimpleNamespace(
-        config=config,
-        placement=SimpleNamespace(device="cpu", trainer_threads=1, engine_threads=1),
-        folder=folder,
-        tokenizer=SimpleNamespace(pad_token_id=0, batch_decode=batch_decode),
-        stop_token_ids=(0,),
-        prompts=prompts,
-        validation_rows=[PromptRow(row, [3, row], [], "table", None, {}) for row in range(3)],
-        scorer=Scorer(),
-        actor=world,
-        critic=None,
-        reference=Reference(),
-        engines=world,
-        agent_loop=None,
-        transport=world,
-        checkpoints=CheckpointStore(folder, None),
-        manifest=SimpleNamespace(num_bytes=1, tensors=()),
-        gap_limit=GapLimit(plausible=0.15),
-        stop=StopRequest(),
-        tracker=Tracker([JsonlSink(folder, state.step)], state.tracker_run_id),
-        total_steps=STEPS,
-        max_model_len=16,
-        block_size=4,
-    )
-    services.is_due = lambda frequency, step: frequency > 0 and step % frequency == 0
-    train(cast(Services, services), state)
-    services.tracker.close()
-    return world
 
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "wait_for_all", lambda pending: [])
-    monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
+    without_processes(monkeypatch)
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -234,8 +58,8 @@ def resumed(whole: Path, folder: Path, **forgotten: Any) -> tuple[Any, ...]:
 
 def test_the_scenario_moves_every_field(undisturbed: tuple[Any, ...], whole: Path) -> None:
     beginning, state = RunState(), SavedRun.load(whole / f"global_step_{INTERRUPTED}").state
-    critics = {"nonfinite_critic_updates"}  # there is none
-    assert {one.name for one in dataclasses.fields(state) if getattr(state, one.name) == getattr(beginning, one.name)} == critics
+    others = {"nonfinite_critic_updates", "supply"}  # there is no critic, and nothing is sampled ahead
+    assert {one.name for one in dataclasses.fields(state) if getattr(state, one.name) == getattr(beginning, one.name)} == others
     assert [line.get("alerts/reward_collapse") for line in undisturbed[3]][:2] == [1.0, 1.0]
 
 
@@ -243,7 +67,7 @@ def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(undisturbed: tuple
     assert resumed(whole, tmp_path) == undisturbed
 
 
-FIELDS = [one.name for one in dataclasses.fields(RunState) if one.name != "nonfinite_critic_updates"]
+FIELDS = [one.name for one in dataclasses.fields(RunState) if one.name not in ("nonfinite_critic_updates", "supply")]
 
 
 @pytest.mark.parametrize("field", FIELDS)

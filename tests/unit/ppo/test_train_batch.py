@@ -32,8 +32,10 @@ def algorithm(**correction: object) -> AlgorithmConfig:
     return AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config)
 
 
-def run_step(rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: AlgorithmConfig) -> ScoredStep:
-    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, Control.of(config))
+def run_step(
+    rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: AlgorithmConfig, current_version: int = 0
+) -> ScoredStep:
+    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, Control.of(config), current_version)
 
 
 def test_scores_lie_on_the_last_token_of_the_mask() -> None:
@@ -81,6 +83,17 @@ def test_sequence_weights_are_products_of_token_ratios() -> None:
     assert correction.metrics()["rollout_corr/kl"] == pytest.approx(0.5 / 9)
 
 
+@pytest.mark.parametrize("baseline", ["include", "exclude"])
+def test_a_batch_that_is_wholly_a_step_old_has_age_1(baseline: str) -> None:
+    rollouts, evaluations = make_rollouts()
+    rollouts.policy_versions = torch.where(rollouts.response_mask, 4, -1)
+    rule = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0", "rejected_in_group_baseline": baseline}
+    step = run_step(rollouts, evaluations, algorithm(diagnostics="full", **rule), current_version=5)
+    assert step.correction is not None
+    metrics = step.correction.metrics()
+    assert metrics["rollout_corr/token_age_mean"] == metrics["rollout_corr/token_age_max"] == 1.0
+
+
 def test_the_kl_penalty_is_taken_from_each_token_and_averaged_over_rows() -> None:
     rollouts, evaluations = make_rollouts()
     evaluations.ref_log_prob = evaluations.old_log_probs - torch.tensor([[0.4], [0.0], [0.2], [0.0]])
@@ -113,11 +126,9 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
     assert torch.equal(rows.old_values, evaluations.critic_values)
 
 
-def estimated(
-    name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object
-) -> ScoredStep:
+def estimated(name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object) -> ScoredStep:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
-    return build_train_batch(samples, evaluations, config, Control.of(config))
+    return build_train_batch(samples, evaluations, config, Control.of(config), current_version=0)
 
 
 def test_remax_subtracts_the_greedy_score() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_rc.config.async_keys import is_translated, translate, with_verls_async_defaults
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.run import RunConfig
 from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
@@ -19,6 +20,10 @@ MOVED = {
     "actor_rollout_ref.ref.model.path": "actor_rollout_ref.ref.model_path",
     "critic.fsdp": "critic.fsdp_config",
     "critic.model.fsdp_config": "critic.fsdp_config",
+    "rollout.n": "actor_rollout_ref.rollout.n",
+    "rollout.nnodes": "actor_rollout_ref.rollout.nnodes",
+    "rollout.n_gpus_per_node": "actor_rollout_ref.rollout.n_gpus_per_node",
+    "rollout.total_epochs": "trainer.total_epochs",
 }
 """Keys and sections of verl, and where their values belong here; also those that verl itself reads no more."""
 
@@ -120,7 +125,7 @@ def refused_for(given: Sequence[str], reason: str) -> str:
 
 def is_verl_key(key: str) -> bool:
     """Whether ``key`` is one of verl's that ``settle`` knows, or lies below one."""
-    return moved(key) != key or key in AGREEMENTS or refusal_of(key) is not None
+    return moved(key) != key or key in AGREEMENTS or is_translated(key) or refusal_of(key) is not None
 
 
 def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
@@ -135,6 +140,9 @@ def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
 
 def settle_leaf(given_key: str, given_value: Any, given: Mapping[str, Any]) -> SettledLeaf:
     """What becomes of one key and its value beside all the ``given`` ones, by their dotted keys."""
+    is_async, translated = translate(given_key, given_value, given)
+    if is_async:
+        return SettledLeaf(given_key, given_value, accepted=True) if translated is None else SettledLeaf(*translated)
     key = moved(given_key)
     value = given_value
     if isinstance(value, (str, int)) and not isinstance(value, bool):
@@ -168,7 +176,7 @@ def settle(given: Mapping[str, Any]) -> Settled:
 
     Raises ``ConfigError`` naming every key and value that is refused.
     """
-    leaves = dict(_leaves(given))
+    leaves = with_verls_async_defaults(dict(_leaves(given)))
     tree: dict[str, Any] = {}
     demands: list[tuple[str, Any]] = []
     refused: dict[str, list[str]] = {}
@@ -179,7 +187,7 @@ def settle(given: Mapping[str, Any]) -> Settled:
             refused.setdefault(leaf.problem, []).append(shortened(f"{key}={value}"))
         elif leaf.key in AGREEMENTS:
             demands.append((leaf.key, leaf.value))
-        elif leaf.key != key and leaves.get(leaf.key, value) != value:
+        elif leaf.key != key and leaves.get(leaf.key, leaf.value) != leaf.value:
             twice.append(f"{key}={value} and {leaf.key}={leaves[leaf.key]} are one option; give it once.")
         elif not leaf.accepted:
             _put(tree, leaf.key, leaf.value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from verl_rc.config.async_keys import with_verls_async_defaults
 from verl_rc.config.errors import shortened
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.verl.keys import moved, settle_leaf
@@ -130,7 +131,7 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
     ``options`` are ``era`` and ``k1_bound_convention`` of ``import_legacy``, for keys that do not tell. Raises ``ValueError`` for
     what is neither an override nor a file, and for correction settings that no release accepted.
     """
-    given = dict(pair for argument in _with_scripts_read(arguments) for pair in _read(argument))
+    given = with_verls_async_defaults(dict(pair for argument in _with_scripts_read(arguments) for pair in _read(argument)))
     correction = {key: value for key, value in given.items() if is_correction_key(key)}
     overrides, notes = [], []
     for key, value in given.items():

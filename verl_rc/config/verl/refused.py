@@ -209,7 +209,19 @@ _TRAINER_LEAVES = {
     "ray_wait_register_center_timeout": Refusal("write trainer.ready_timeout_seconds", (300,)),
     "use_v1": Refusal("there is one trainer; drop it", _EITHER),
     "use_legacy_worker_impl": Refusal("there is one kind of worker; drop it", ("auto", "enable", "disable")),
-    "v1": Refusal("asynchronous training is not built; write trainer_mode=sync", ("sync", *_NOTHING), switch="trainer_mode"),
+    "v1.trainer_mode": Refusal(
+        "engines that share the trainer's devices take turns with it; write sync, or separate_async with "
+        "actor_rollout_ref.hybrid_engine=False",
+        ("sync", *_NOTHING),
+    ),
+    "v1.sync": Refusal("the synchronous run has no further options; drop it", _NOTHING),
+    "v1.colocate_async": Refusal(
+        "engines that share the trainer's devices take turns with it; write separate_async", (1, *_NOTHING)
+    ),
+    "v1.separate_async.hybrid_rollout": Refusal("the trainer's devices never sample; write False", _OFF, switch="enable_switch"),
+    "v1.sampler.sync_refill_failed_groups": Refusal("failed groups are always replaced; drop it", _EITHER),
+    "v1.sampler.custom_sampler": Refusal("a sampler of one's own is not built; write async_training.order", _NOTHING),
+    "v1.sampler.sampler_kwargs": Refusal("a sampler of one's own is not built; write async_training.order", _NOTHING),
     "npu_profile": Refusal(_PROFILER, _NOTHING),
     "profile_steps": Refusal(_PROFILER, _NOTHING),
     "worker_nsight_options": Refusal(_PROFILER, _NOTHING),
@@ -277,9 +289,20 @@ _OTHER_LEAVES = {
         f"skip.{what}": Refusal("rollouts are never replayed from a file; write enable=False", _OFF, switch="enable")
         for what in ("rollout", "rollout_tq", "async_rollout")
     },
-    "async_training": Refusal("asynchronous training is not built; drop it"),
-    "rollout": Refusal(
-        "asynchronous training is not built; write actor_rollout_ref.hybrid_engine=False for engines on devices of their own"
+    "async_training.use_trainer_do_validate": Refusal("validation runs on the engines; write False", _OFF),
+    "async_training.use_dynamic_resource_scheduling": Refusal("devices keep their role; write False", _OFF),
+    **{
+        f"async_training.dynamic_schedule_{what}": Refusal(
+            "devices keep their role; drop it", switch="async_training.use_dynamic_resource_scheduling"
+        )
+        for what in ("policy", "deactivate_ratio", "enable_rebalance")
+    },
+    "async_training.compute_prox_log_prob": Refusal(
+        "algorithm.rollout_correction.bypass_mode=False recomputes the proximal policy; write that", _OFF
+    ),
+    "async_training.compute_advantage_in_rollout": Refusal("advantages are computed by the driver; write False", _OFF),
+    "async_training.checkpoint_engine": Refusal(
+        "weights travel as actor_rollout_ref.rollout.checkpoint_engine says; write that", (True, False, None, 4096)
     ),
     "atropos": Refusal("environments served by Atropos are not supported; write actor_rollout_ref.rollout.multi_turn.tools"),
     "algorithm.codapo_top_k": Refusal("CoDaPO is not built; drop it"),

@@ -1,5 +1,6 @@
 """Every metric name a run may report: unit, formula, healthy range, who reports it."""
 
+from verl_rc.metrics.catalog.asynchrony import ASYNCHRONY
 from verl_rc.metrics.catalog.learning import LEARNING
 from verl_rc.metrics.catalog.machine import SYNC, TIME
 from verl_rc.metrics.catalog.rollout_corr import ROLLOUT_CORR
@@ -13,6 +14,7 @@ ROOMS: dict[str, tuple[MetricSpec, ...]] = {
     "Samples and training": BATCH,
     "Books and alarms": ACCOUNTING,
     "Validation": VALIDATION,
+    "Asynchronous training": ASYNCHRONY,
     "Time and memory": TIME,
 }
 """Entries by room, in the order of docs/metrics.md."""

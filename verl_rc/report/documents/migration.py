@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import fill
 
+from verl_rc.config.async_keys import WRITTEN_HERE
 from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES
 from verl_rc.config.verl.migration import migrate
 from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
@@ -168,6 +169,8 @@ def _moved() -> str:
     return (
         "\n## Keys by another name\n\nTheir values are taken over:\n\n"
         + _table(("verl", "here"), ((f"`{key}`", f"`{here}`") for key, here in (MOVED | values).items()))
+        + "\nThese belong to verl's recipes for asynchronous training:\n\n"
+        + _table(("verl", "here"), ((f"`{key}`", here) for key, here in WRITTEN_HERE.items()))
         + "\nThese must be written as they are called here, because verl itself may ignore them:\n\n"
         + _table(("verl", "write"), ((f"`{key}`", f"`{here}`") for key, here in sorted(RENAMED.items())))
         + "\nThese may be given as long as they say what another key says:\n\n"

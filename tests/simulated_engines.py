@@ -1,0 +1,280 @@
+"""A loop of engines and a trainer in simulated time, which decides with the rules of ``verl_rc.ppo``; shared by their tests.
+
+Engines decode with continuous batching: a decode step of b running responses takes ``decode_ms + each_ms * b`` and gives each of
+them one token. Lengths are lognormal, half of the log-variance belongs to the prompt. Everything else is the asynchronous loop:
+admit what the rule allows, wait until there is a batch, train, publish every M-th step.
+"""
+
+import collections
+import heapq
+import math
+import random
+import statistics
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal
+
+from verl_rc.ppo.admission import Admission
+from verl_rc.ppo.replay_order import NextBatch, OpenGroup, ReplayRule, next_batch
+from verl_rc.ppo.running_ledger import RunningLedger
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Half of the devices sample, half of them train."""
+
+    devices: int = 8
+    batch: int = 16
+    """Groups from one publication to the next; a step trains ``batch / every`` of them."""
+    samples: int = 2
+    mean: float = 300.0
+    sigma: float = 1.0
+    longest: int = 4000
+    prompt: int = 30
+    decode_ms: float = 6.5
+    each_ms: float = 0.13
+    slots: int = 16
+    prefill_per_second: float = 20e3
+    update_per_second: float = 4300.0
+    score_per_second: float = 11e3
+    fixed_seconds: float = 0.2
+    other_seconds: float = 0.15
+    sync_seconds: float = 0.03
+
+
+@dataclass(frozen=True)
+class Mode:
+    """The settings of ``async_training`` that the loop knows."""
+
+    ahead: Fraction = Fraction(0)
+    hard: Fraction | None = None
+    every: int = 1
+    order: Literal["admitted", "ready"] = "admitted"
+    late: Literal["wait", "drop"] = "wait"
+    partial: bool = True
+
+    @property
+    def oldest(self) -> int:
+        """Steps."""
+        return max(0, math.ceil(self.every * ((self.ahead if self.hard is None else self.hard) + 1)) - 1)
+
+
+@dataclass
+class Outcome:
+    """What happened; of the measures, those after the warm-up."""
+
+    admitted: list[int] = field(default_factory=list)
+    """Tokens of every group in the order of admission."""
+    trained: list[int] = field(default_factory=list)
+    """Tokens of every group that was trained on."""
+    ages: list[int] = field(default_factory=list)
+    step_seconds: float = 0.0
+    """From one publication to the next."""
+    wasted: float = 0.0
+    """Share of tokens that were dropped."""
+    length_ratio: float = 0.0
+    """Mean trained over mean admitted."""
+
+
+@dataclass
+class _Group:
+    number: int
+    version: int
+    lengths: list[int]
+    running: int
+
+
+class _Engine:
+    """All that run get the same tokens: ``position`` counts them, so a response that starts at p with length L ends at p + L."""
+
+    def __init__(self) -> None:
+        self.position = self.time = self.paused_until = 0.0
+        self.running: list[tuple[float, int, float, float, int, _Group]] = []
+        self.waiting: collections.deque[tuple[_Group, int]] = collections.deque()
+        self.stamp = 0
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+
+class _Loop:
+    def __init__(self, cluster: Cluster, mode: Mode, seed: int) -> None:
+        self.cluster, self.mode, self.rng = cluster, mode, random.Random(seed)
+        batch = cluster.batch // mode.every
+        self.rule = ReplayRule(mode.order, batch, mode.oldest, mode.late)
+        self.admission = Admission(batch, mode.every, mode.ahead)
+        self.ledger = RunningLedger()
+        self.trainers = cluster.devices - round(cluster.devices * 0.5)
+        self.engines = [_Engine() for _ in range(round(cluster.devices * 0.5))]
+        self.loads = [(0, index) for index in range(len(self.engines))]
+        self.now, self.trained = 0.0, 0
+        self.events: list[tuple[float, int, int]] = []
+        self.groups: dict[int, _Group] = {}
+        self.outcome = Outcome()
+        self.sampled, self.dropped = 0, 0.0
+        self.ended_since_step = 0
+
+    def token_ms(self, engine: _Engine) -> float:
+        return self.cluster.decode_ms + self.cluster.each_ms * len(engine.running)
+
+    def advance(self, index: int, time: float) -> None:
+        engine = self.engines[index]
+        start = min(max(engine.time, engine.paused_until), time)
+        if engine.running and time > start:
+            engine.position += (time - start) * 1000 / self.token_ms(engine)
+        engine.time = max(engine.time, time)
+
+    def plan(self, index: int) -> None:
+        """The engine's next event: the end of its shortest response."""
+        engine = self.engines[index]
+        engine.stamp += 1
+        if engine.running:
+            left = (engine.running[0][0] - engine.position) * self.token_ms(engine) / 1000
+            heapq.heappush(self.events, (max(engine.time, engine.paused_until) + left, index, engine.stamp))
+
+    def fill(self, index: int) -> None:
+        engine = self.engines[index]
+        while engine.waiting and len(engine.running) < self.cluster.slots:
+            group, length = engine.waiting.popleft()
+            begun = (engine.position + length, group.number, self.rng.random(), engine.position, length, group)
+            heapq.heappush(engine.running, begun)
+        self.plan(index)
+
+    def least_loaded(self) -> int:
+        while True:
+            load, index = heapq.heappop(self.loads)
+            if load == self.engines[index].load:  # else a later entry is true
+                heapq.heappush(self.loads, (load + 1, index))
+                return index
+
+    def admit(self) -> None:
+        cluster, rng = self.cluster, self.rng
+        location, spread = math.log(cluster.mean) - cluster.sigma**2 / 2, cluster.sigma / math.sqrt(2)
+        count, touched = self.admission.allowance(), set()
+        for number in range(self.admission.admitted, self.admission.admitted + count):
+            of_prompt = rng.gauss(0, spread)
+            drawn = [math.exp(location + of_prompt + rng.gauss(0, spread)) for _ in range(cluster.samples)]
+            lengths = [max(16, min(cluster.longest, int(length))) for length in drawn]
+            group = self.groups[number] = _Group(number, self.admission.published, lengths, len(lengths))
+            self.outcome.admitted.append(sum(lengths))
+            for length in lengths:
+                index = self.least_loaded()
+                self.engines[index].waiting.append((group, length))
+                touched.add(index)
+        self.admission, self.ledger = self.admission.admit(count), self.ledger.admit(count)
+        for index in touched:
+            self.advance(index, self.now)
+            self.fill(index)
+
+    def next_response(self, until: float) -> bool:
+        """The next response ends; False when none does before ``until``."""
+        while self.events and self.events[0][2] != self.engines[self.events[0][1]].stamp:
+            heapq.heappop(self.events)
+        if not self.events or self.events[0][0] > until:
+            return False
+        time, index, _ = heapq.heappop(self.events)
+        self.now = max(self.now, time)
+        self.advance(index, time)
+        engine = self.engines[index]
+        end, _, _, _, length, group = heapq.heappop(engine.running)
+        engine.position, self.sampled = max(engine.position, end), self.sampled + length
+        group.running -= 1
+        if group.running == 0:
+            self.admission = self.admission.keep([group.number])
+            self.ended_since_step += 1
+        self.fill(index)
+        heapq.heappush(self.loads, (engine.load, index))
+        return True
+
+    def decide(self) -> NextBatch:
+        open_groups = [OpenGroup(group.number, group.version, group.running == 0) for group in self.groups.values()]
+        return next_batch(open_groups, self.trained + 1, self.rule)
+
+    def drop(self, numbers: tuple[int, ...]) -> None:
+        gone = set(numbers)
+        for index, engine in enumerate(self.engines):
+            self.advance(index, self.now)
+            self.dropped += sum(engine.position - begun[3] for begun in engine.running if begun[1] in gone)
+            engine.running = [begun for begun in engine.running if begun[1] not in gone]
+            heapq.heapify(engine.running)
+            engine.waiting = collections.deque(one for one in engine.waiting if one[0].number not in gone)
+            self.fill(index)
+            heapq.heappush(self.loads, (engine.load, index))
+        for number in numbers:
+            group = self.groups.pop(number)
+            self.dropped += 0 if group.running else sum(group.lengths)
+        self.admission, self.ledger = self.admission.drop(numbers), self.ledger.end("stale", numbers)
+        self.admit()
+
+    def take(self) -> list[_Group]:
+        """The groups of the next step, waited for."""
+        decision = self.decide()
+        if decision.dropped:
+            self.drop(decision.dropped)
+            decision = self.decide()
+        while not decision.numbers:
+            ended = self.ended_since_step
+            while self.ended_since_step == ended:
+                assert self.next_response(math.inf), "nothing is in flight, and there is no batch"
+            decision = self.decide()
+        self.ledger = self.ledger.end("trained", decision.numbers)
+        return [self.groups.pop(number) for number in decision.numbers]
+
+    def step(self) -> list[_Group]:
+        cluster, every = self.cluster, self.mode.every
+        batch = self.take()
+        tokens = sum(sum(group.lengths) + cluster.samples * cluster.prompt for group in batch)
+        rates = 1 / cluster.update_per_second + 1 / cluster.score_per_second
+        training = tokens / self.trainers * rates + cluster.fixed_seconds / every
+        until = self.now + training + cluster.other_seconds / every
+        while self.next_response(until):
+            pass
+        self.now = until
+        self.outcome.trained += [sum(group.lengths) for group in batch]
+        ages = [self.trained - group.version for group in batch]
+        self.trained += 1
+        if self.trained % every == 0:
+            self.publish()
+        self.admit()
+        self.ledger = self.ledger.close_step(0, {}, dict.fromkeys(self.groups, 0))
+        self.outcome.ages += ages
+        return batch
+
+    def publish(self) -> None:
+        cluster = self.cluster
+        if not self.mode.partial:
+            while self.next_response(math.inf):
+                pass
+        for index, engine in enumerate(self.engines):
+            self.advance(index, self.now)
+            again = sum(engine.position - begun[3] + cluster.prompt for begun in engine.running)
+            engine.paused_until = self.now + cluster.sync_seconds + again / cluster.prefill_per_second
+            self.plan(index)
+        if not self.mode.partial:
+            self.now += cluster.sync_seconds
+        self.admission = self.admission.publish(self.trained)
+
+
+def run_loop(mode: Mode, *, publications: int = 12, warm_up: int = 3, seed: int = 0, ends: bool = False) -> Outcome:
+    """Train for so many publications; the ledger is checked at every step.
+
+    ``ends``: the number of steps is known, so that nothing is admitted that would not be trained on.
+    """
+    loop = _Loop(Cluster(), mode, seed)
+    if ends:
+        loop.admission = replace(loop.admission, total=publications * mode.every * loop.rule.batch)
+    loop.admit()
+    marks, tokens = [], []
+    for _ in range(publications * mode.every):
+        tokens.append(sum(sum(group.lengths) for group in loop.step()))
+        marks.append((loop.now, loop.dropped, loop.sampled))
+    if ends:
+        loop.ledger.close_run()
+    first, last, outcome = marks[warm_up * mode.every - 1], marks[-1], loop.outcome
+    steps = (publications - warm_up) * mode.every
+    outcome.ages = outcome.ages[-steps * loop.rule.batch :]
+    outcome.step_seconds = (last[0] - first[0]) / steps * mode.every
+    outcome.wasted = (last[1] - first[1]) / (last[2] - first[2] + last[1] - first[1])
+    outcome.length_ratio = sum(tokens[-steps:]) / (steps * loop.rule.batch) / statistics.mean(outcome.admitted)
+    return outcome

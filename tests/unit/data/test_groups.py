@@ -1,0 +1,158 @@
+"""Groups: what parts and answers become in the batch that is trained on, and that a checkpoint loses nothing of them."""
+
+import io
+
+import pytest
+import torch
+
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.groups import Answer, Group, GroupScores, Part, Sample, completions, joined_samples, pack, unpack
+from verl_rc.rollout.collect import build_rollout_batch
+
+PAD = 0
+
+
+def part(tokens: list[int], version: int) -> Part:
+    """The log-prob of a token is minus a hundredth of its id."""
+    return Part(torch.tensor(tokens, dtype=torch.int32), torch.tensor(tokens, dtype=torch.float32) / -100, version)
+
+
+def answer(tokens: list[int]) -> Answer:
+    return Answer(torch.tensor(tokens, dtype=torch.int32))
+
+
+def row(index: int) -> PromptRow:
+    return PromptRow(index, [1, 2, index], [{"role": "user", "content": str(index)}], "digits", "3", {"index": index})
+
+
+def make_group(number: int, *, ended: bool = True) -> Group:
+    """Two samples: one cut by an update in its second turn, after a tool's answer; one short."""
+    prompt, state = row(number).prompt_token_ids, "ended" if ended else "waiting"
+    long = Sample(number, 0, prompt, [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)], state, ended, 1)
+    short = Sample(number, 1, prompt, [part([16], 5)], "ended", finished=True)
+    return Group(number, row(number), epoch=0, admitted_for_step=4, admitted_at=3, samples=[long, short])
+
+
+def scored(group: Group, *values: float) -> Group:
+    return group.scored(GroupScores(torch.tensor(values), {"acc": [value > 0 for value in values]}), "kept")
+
+
+def test_parts_and_answers_become_rows() -> None:
+    found = completions(make_group(7).samples, with_tools=True)
+    assert found.responses.tolist() == [[11, 12, 90, 13, 14, 15], [16, 0, 0, 0, 0, 0]]
+    assert found.response_lengths.tolist() == [6, 1]
+    assert found.policy_versions.tolist() == [[3, 3, -1, 3, 5, 5], [5, -1, -1, -1, -1, -1]]
+    torch.testing.assert_close(found.rollout_log_probs[0], torch.tensor([-0.11, -0.12, 0.0, -0.13, -0.14, -0.15]))
+    assert found.response_mask is not None
+    assert found.response_mask[0].tolist() == [True, True, False, True, True, True]
+    assert found.num_turns is not None
+    assert found.tool_calls is not None
+    assert (found.num_turns.tolist(), found.tool_calls.tolist()) == ([4, 2], [1, 0])  # prompt, turn, answer, turn cut in two
+    assert found.finished.tolist() == [True, True]
+    assert completions(make_group(7).samples, width=9).responses.shape == (2, 9)
+
+
+def test_a_run_without_tools_has_no_columns_about_them() -> None:
+    found = completions([Sample(0, 0, [1], [part([5, 6], 2)], "ended", finished=True)])
+    assert found.response_mask is found.num_turns is found.tool_calls is None
+
+
+def test_a_sample_that_goes_on_is_not_trained_on() -> None:
+    with pytest.raises(ValueError, match=r"\[\(7, 0\)\] \(number, index\) have not"):
+        completions(make_group(7, ended=False).samples)
+
+
+def test_groups_become_the_samples_of_a_step() -> None:
+    groups = [scored(make_group(7), 1.0, 0.0), scored(make_group(9), 0.5, 0.25)]
+    samples = [sample for group in groups for sample in group.samples]
+    rollouts = build_rollout_batch([list(s.prompt) for s in samples], [0, 0, 1, 1], completions(samples, with_tools=True), PAD)
+    joined = joined_samples(groups, rollouts, ["a", "b", "c", "d"])
+    assert [one.row_index for one in joined.rows] == [7, 7, 9, 9]
+    assert joined.scores.tolist() == [1.0, 0.0, 0.5, 0.25]
+    assert joined.extras == {"acc": [True, False, True, True]}
+    assert joined.num_tokens == 2 * 6 == sum(group.num_sampled for group in groups)
+    assert rollouts.tokens.prompts.tolist() == [[1, 2, 7], [1, 2, 7], [1, 2, 9], [1, 2, 9]]
+    with pytest.raises(ValueError, match=r"every group must be scored, \[7\] are not"):
+        joined_samples([make_group(7)], rollouts[:2], ["a", "b"])
+
+
+def test_the_version_of_a_group_is_its_oldest_and_that_of_its_admission_until_it_is_whole() -> None:
+    assert make_group(7).version == 3
+    younger = Group(1, row(1), 0, 4, 3, [Sample(1, 0, [1], [part([5], 4), part([6], 5)], "ended")])
+    assert younger.version == 4
+    younger.samples[0].state = "waiting"
+    assert younger.version == 3
+    assert not younger.is_whole
+
+
+def test_the_next_request_continues_prompt_and_response() -> None:
+    assert make_group(7, ended=False).samples[0].token_ids == [1, 2, 7, 11, 12, 90, 13, 14, 15]
+
+
+def test_a_group_is_scored_when_it_is_whole_sample_by_sample() -> None:
+    with pytest.raises(ValueError, match="group 7 must be whole and get a score for each of its 2 samples, got 1"):
+        scored(make_group(7), 1.0)
+    with pytest.raises(ValueError, match="group 7 must be whole"):
+        scored(make_group(7, ended=False), 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "log_probs", "version"),
+    [
+        (torch.ones(2, dtype=torch.int64), torch.ones(2), 0),
+        (torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.float64), 0),
+        (torch.ones(0, dtype=torch.int32), torch.ones(0), 0),
+        (torch.ones(2, dtype=torch.int32), torch.ones(3), 0),
+        (torch.ones(2, dtype=torch.int32), torch.ones(2), -1),
+    ],
+)
+def test_a_part_that_is_none_is_refused(tokens: torch.Tensor, log_probs: torch.Tensor, version: int) -> None:
+    with pytest.raises(ValueError, match="Part"):
+        Part(tokens, log_probs, version)
+
+
+def saved(groups: list[Group]) -> tuple[list[Group], int]:
+    """What a file gives back, and its bytes."""
+    file = io.BytesIO()
+    torch.save(pack(groups), file)
+    packed = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    return unpack(packed, row), len(file.getvalue())
+
+
+def test_a_checkpoint_holds_groups_exactly() -> None:
+    groups = [scored(make_group(7), 1.0, 0.0), make_group(9, ended=False), make_group(12)]
+    found, _ = saved(groups)
+    for group, other in zip(groups, found, strict=True):
+        assert (other.number, other.epoch, other.admitted_for_step, other.admitted_at) == (group.number, 0, 4, 3)
+        assert (other.row, other.fate, other.attempt, other.version) == (group.row, group.fate, 0, group.version)
+        assert (other.scores is None) == (group.scores is None)
+        for sample, restored in zip(group.samples, other.samples, strict=True):
+            assert (restored.token_ids, restored.versions, restored.num_turns) == (
+                sample.token_ids,
+                sample.versions,
+                sample.num_turns,
+            )
+            facts = (sample.number, sample.index, sample.state, sample.finished, sample.tool_calls)
+            assert (restored.number, restored.index, restored.state, restored.finished, restored.tool_calls) == facts
+            for turn, same in zip(sample.turns, restored.turns, strict=True):
+                assert type(turn) is type(same)
+                if isinstance(turn, Part):
+                    assert torch.equal(turn.log_probs, same.log_probs)
+    assert found[0].scores is not None
+    assert (found[0].scores.values.tolist(), found[0].scores.extras) == ([1.0, 0.0], {"acc": [True, False]})
+
+
+def test_a_checkpoint_takes_about_nine_bytes_per_token() -> None:
+    """4 for the token, 4 for its log-prob; records of parts and files are small beside long responses."""
+    tokens = 2000
+    parts = [part(list(range(1, tokens // 2 + 1)), version) for version in (0, 1)]
+    groups = [Group(n, row(n), 0, 1, 0, [Sample(n, i, [1], parts, "ended") for i in range(4)]) for n in range(8)]
+    assert saved(groups)[1] <= 9 * tokens * 4 * 8
+
+
+@pytest.mark.parametrize("change", [1, -1])
+def test_tokens_that_belong_to_nobody_are_noticed(change: int) -> None:
+    packed = pack([make_group(7)])
+    packed["token_ids"] = packed["token_ids"][:-1] if change < 0 else packed["token_ids"].repeat(2)
+    with pytest.raises(ValueError, match=r"saved groups (must use up|need 1 more)"):
+        unpack(packed, row)

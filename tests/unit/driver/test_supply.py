@@ -1,0 +1,192 @@
+"""Sampling ahead, with formulas for processes: ages, order, versions, resumed runs, and that k = 0 is the synchronous run."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compared_runs import NOT_OF_THE_TRAINING
+from formula_run import STEPS, World, live, without_processes
+
+from verl_rc.checkpoint import RunState, SavedRun
+from verl_rc.data.batches import Completions, Timed
+from verl_rc.driver import train
+from verl_rc.driver.supply import Ahead
+from verl_rc.rollout.sampling import GenerationRequest
+
+OWN_DEVICES = ("actor_rollout_ref.hybrid_engine=False", "async_training.partial_rollout=False")
+
+
+def ahead(k: int) -> tuple[str, ...]:
+    return (*OWN_DEVICES, f"async_training.staleness_threshold={k}")
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_processes(monkeypatch)
+
+
+class ReadWorld(World):
+    """Notes by which version and in which order prompts were sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+        self.asked.append((self.version, [request.seed for request in requests]))
+        return super().submit(requests, options)
+
+
+def lines(folder: Path) -> dict[int, dict[str, Any]]:
+    """Metrics by step, without times; every step has one line."""
+    given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["step"] for line in given}) == len(given)
+    kept = (*NOT_OF_THE_TRAINING, "trainer/idle_ratio")
+    return {line["step"]: {name: value for name, value in line.items() if not name.startswith(kept)} for line in given}
+
+
+def samples(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+
+
+def run(folder: Path, *overrides: str, world: World | None = None, state: RunState | None = None, **options: Any) -> World:
+    folder.mkdir(exist_ok=True)
+    dump = f"trainer.rollout_data_dir={folder / 'rollouts'}"
+    return live(folder, state or RunState(), None, dump, *overrides, world=world, **options)
+
+
+def resume(whole: Path, folder: Path, step: int, *overrides: str, **forgotten: Any) -> World:
+    checkpoint = whole / f"global_step_{step}"
+    state = dataclasses.replace(SavedRun.load(checkpoint).state, **forgotten)
+    folder.mkdir(exist_ok=True)
+    return live(folder, state, checkpoint, f"trainer.rollout_data_dir={folder / 'rollouts'}", *overrides)
+
+
+def test_without_a_lead_the_same_code_trains_as_the_synchronous_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T17: not the switch alone, but the groups' way through the supply changes no bit."""
+    expected = run(tmp_path / "sync")
+    monkeypatch.setattr(train, "open_supply", Ahead)
+    found = run(tmp_path / "ahead")
+    assert (found.trained, found.updates) == (expected.trained, expected.updates)
+    one, two = lines(tmp_path / "sync"), lines(tmp_path / "ahead")
+    for step in range(1, STEPS + 1):
+        assert {name: value for name, value in two[step].items() if not name.startswith("async/")} == one[step]
+        assert samples(tmp_path / "sync", step) == samples(tmp_path / "ahead", step)
+        states = [SavedRun.load(tmp_path / name / f"global_step_{step}").state for name in ("sync", "ahead")]
+        assert str(dataclasses.replace(states[1], supply={}, prompts={})) == str(dataclasses.replace(states[0], prompts={}))
+        assert two[step]["async/group_age/max"] == 0
+    assert all(one[step]["actor/grad_norm"] > 0 for step in (1, 4))  # in the others the world has none
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_ages_reach_the_bound_and_never_pass_it(tmp_path: Path, k: int) -> None:
+    world = ReadWorld()
+    run(tmp_path / "sync")
+    run(tmp_path / "ahead", *ahead(k), world=world)
+    found = lines(tmp_path / "ahead")
+    ages = [found[step]["async/group_age/max"] for step in range(1, STEPS + 1)]
+    assert ages == [min(step, k) for step in range(STEPS)]
+    assert ages == [found[step]["async/token_age/mean"] for step in range(1, STEPS + 1)]
+    assert {found[step]["async/group_age/bound"] for step in range(1, STEPS + 1)} == {k}
+    in_flight = [found[step]["async/in_flight_groups"] for step in range(1, STEPS + 1)]
+    waiting = [found[step]["async/whole_waiting_groups"] for step in range(1, STEPS + 1)]
+    assert in_flight == [2 if step + k < STEPS else 0 for step in range(1, STEPS + 1)]  # nothing beyond the run's last step
+    places = [2 * min(1 + k, STEPS - step) for step in range(1, STEPS + 1)]
+    assert [a + b for a, b in zip(in_flight, waiting, strict=True)] == places
+    assert [version for version, _ in world.asked] == list(range(STEPS - k))
+    assert len(world.asked[0][1]) == (1 + k) * 2 * 2  # k + 1 steps of two prompts with two samples
+    for step in range(1, STEPS + 1):
+        prompts = [[row["input"] for row in samples(tmp_path / name, step)] for name in ("sync", "ahead")]
+        assert prompts[0] == prompts[1]
+    assert samples(tmp_path / "sync", 1) == samples(tmp_path / "ahead", 1)
+    assert not world.under_way
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(tmp_path: Path, k: int, step: int) -> None:
+    """T1 to T3: nothing is lost, sampled twice or admitted too early, wherever the run is killed."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    expected = run(whole, *ahead(k))
+    found = resume(whole, again, step, *ahead(k))
+    assert (found.trained, found.updates) == (expected.trained, expected.updates)
+    for later in range(step + 1, STEPS + 1):
+        assert lines(again)[later] == lines(whole)[later]
+        assert samples(again, later) == samples(whole, later)
+        states = [SavedRun.load(folder / f"global_step_{later}").state for folder in (whole, again)]
+        assert str(states[0]) == str(states[1])
+
+
+def test_a_run_that_forgets_its_supply_trains_on_other_samples(tmp_path: Path) -> None:
+    expected = run(tmp_path / "whole", *ahead(1))
+    assert resume(tmp_path / "whole", tmp_path / "again", 2, *ahead(1), supply={}).trained != expected.trained
+
+
+def test_a_synchronous_checkpoint_goes_on_ahead(tmp_path: Path) -> None:
+    run(tmp_path / "sync")
+    resume(tmp_path / "sync", tmp_path / "ahead", 2, *ahead(1))
+    found = lines(tmp_path / "ahead")
+    assert [found[step]["async/group_age/max"] for step in (3, 4)] == [0, 1]
+    assert samples(tmp_path / "ahead", 3) == samples(tmp_path / "sync", 3)
+
+
+def test_a_smaller_lead_trains_first_what_is_there(tmp_path: Path) -> None:
+    run(tmp_path / "whole", *ahead(2), steps=6)
+    checkpoint = tmp_path / "whole" / "global_step_2"
+    live(tmp_path, SavedRun.load(checkpoint).state, checkpoint, *ahead(1), steps=6)
+    found = lines(tmp_path)
+    assert [found[step]["async/group_age/max"] for step in (3, 4, 5, 6)] == [2, 2, 2, 1]
+
+
+def test_a_synchronous_run_does_not_forget_what_was_sampled_ahead(tmp_path: Path) -> None:
+    run(tmp_path / "whole", *ahead(1))
+    with pytest.raises(ValueError, match="holds 4 groups that were sampled ahead"):
+        resume(tmp_path / "whole", tmp_path / "again", 2)
+
+
+class Mixed(World):
+    """The last token of every response comes from another version."""
+
+    wrong = 1
+
+    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> Timed[Completions]:
+        answer = super().finish(numbers, on_loss)
+        last = answer.result.response_lengths - 1
+        answer.result.policy_versions[torch.arange(len(last)), last] = self.wrong
+        return answer
+
+
+@pytest.mark.parametrize("wrong", [1, -1])
+def test_a_response_of_two_versions_or_of_an_unknown_one_ends_the_run(tmp_path: Path, wrong: int) -> None:
+    """T16."""
+    world = Mixed()
+    world.wrong = wrong
+    with pytest.raises(RuntimeError, match="every response must come from one version"):
+        run(tmp_path, *ahead(1), world=world)
+
+
+class Lagging(World):
+    """Its engines never take the second update."""
+
+    def deliver(self, version: int) -> tuple[None, None]:
+        super().deliver(version)
+        self.version = min(version, 1)
+        return None, None
+
+
+def test_a_version_older_than_the_bound_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T19: ages are read from what engines echo, not from what was asked of them."""
+    with pytest.raises(RuntimeError, match=r"0 to 1 steps old.*\(number, age\): \[\(6, 2\), \(7, 2\)\]"):
+        run(tmp_path, *ahead(1), "actor_rollout_ref.rollout.sync_proof.canary_freq=0", world=Lagging())
+
+
+def test_a_producer_that_fails_is_an_error_where_the_trainer_waits(tmp_path: Path) -> None:
+    """T11."""
+    world = World()
+    world.failure = RuntimeError("the engine's step loop ended")
+    with pytest.raises(RuntimeError, match="step loop ended"):
+        run(tmp_path, *ahead(1), world=world)

@@ -1,0 +1,215 @@
+"""What must hold between ``async_training`` and the rest of the configuration, and what of it is not built yet."""
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+
+from verl_rc.config.async_training import AsyncTrainingConfig
+from verl_rc.config.run import RunConfig
+
+_SECTION = "async_training"
+_CORRECTION = "algorithm.rollout_correction"
+_CHOICES = {"rollout_is", "rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold", "bypass_mode"}
+"""Fields of rollout correction, one of which is given where a correction was chosen; a preset gives ``rollout_is``."""
+
+UNBUILT = {
+    "max_off_policy_strategy": "groups are trained on in the order of their admission, which drops none; drop it",
+    "trigger_parameter_sync_step": "weights are published after every step; drop it",
+    "max_concurrent_rollouts": "a limit below max_num_seqs is not built; write actor_rollout_ref.rollout.max_num_seqs",
+    "kv_cache_on_update": "responses that weights change under are not built; drop it",
+    "deterministic_steps": "responses that weights change under are not built; drop it",
+    "max_token_age": "rejection by age is not built; drop it",
+    "group_timeout_seconds": "it is not built; write actor_rollout_ref.rollout.engine_timeout_seconds, which replaces an engine",
+    "trace": "it is not built; drop it, timing_s/* is measured in every step",
+}
+"""Keys whose values other than the default are refused, and why. A key that is built loses its line."""
+_NEEDS_ASYNCHRONY = (
+    "max_off_policy_threshold",
+    "max_off_policy_strategy",
+    "order",
+    "kv_cache_on_update",
+    "max_token_age",
+    "deterministic_steps",
+)
+
+
+def check_async_training(config: RunConfig) -> Iterator[str]:
+    """Every problem of the section, one sentence each; only what is not built, as long as anything of that was given."""
+    beside = () if config.async_training.is_synchronous else refuse_unbuilt_beside(config)
+    yield from [*refuse_unbuilt(config.async_training), *beside] or contradictions(config)
+
+
+def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
+    """One sentence for all keys that are refused for the same reason: accepted, they would change nothing."""
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in UNBUILT.items():
+        if _differs(given, key):
+            by_reason.setdefault(reason, []).append(f"{_SECTION}.{key}={getattr(given, key)}")
+    for reason, keys in by_reason.items():
+        yield f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} refused: {reason}."
+    if given.order == "ready":
+        yield f"{_SECTION}.order=ready is refused: training in the order of completion is not built; pass order=admitted."
+    if given.staleness_threshold > 0 and given.partial_rollout:
+        yield (
+            f"{_SECTION}.partial_rollout=True with staleness_threshold={given.staleness_threshold:g} is refused: responses that "
+            f"weights change under are not built; pass {_SECTION}.partial_rollout=False."
+        )
+
+
+def refuse_unbuilt_beside(config: RunConfig) -> Iterator[str]:
+    """One sentence for each part of a run that cannot be ahead of training yet."""
+    reasons = {
+        "algorithm.filter_groups.enable=True": "groups are not filtered while others are sampled"
+        if config.algorithm.filter_groups.enable
+        else None,
+        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": "its greedy responses are not sampled ahead"
+        if config.algorithm.estimator_reads("reward_baselines")
+        else None,
+        "actor_rollout_ref.rollout.multi_turn.enable=True": "conversations with tools are not sampled ahead"
+        if config.actor_rollout_ref.rollout.multi_turn.enable
+        else None,
+    }
+    for key, reason in reasons.items():
+        if reason is not None:
+            yield (
+                f"{key} with {_SECTION}.staleness_threshold={config.async_training.staleness_threshold:g} is refused: {reason}; "
+                f"drop it, or pass {_SECTION}.staleness_threshold=0."
+            )
+
+
+def contradictions(config: RunConfig) -> Iterator[str]:
+    """What does not fit together, one sentence each."""
+    options = config.async_training
+    yield from _batches(config)
+    if options.is_synchronous:
+        for key in _NEEDS_ASYNCHRONY:
+            if _differs(options, key):
+                yield (
+                    f"{_SECTION}.{key}={getattr(options, key)} has no effect in a synchronous run "
+                    f"({_SECTION}.staleness_threshold=0 and trigger_parameter_sync_step=1); raise one of these, or drop it."
+                )
+        return
+    yield from _surroundings(config)
+    yield from _fractions(options)
+    yield from _hard_bound(options)
+    yield from _partial_rollouts(options)
+
+
+def _batches(config: RunConfig) -> Iterator[str]:
+    count = config.async_training.require_batches
+    if count is None:
+        return
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if config.data.train_batch_size != count * mini:
+        yield (
+            f"{_SECTION}.require_batches={count} of actor_rollout_ref.actor.ppo_mini_batch_size={mini} prompts make a step of "
+            f"{count * mini}, but data.train_batch_size={config.data.train_batch_size} was given; drop one of them."
+        )
+
+
+def _surroundings(config: RunConfig) -> Iterator[str]:
+    options, rollout = config.async_training, config.actor_rollout_ref.rollout
+    ahead, every = f"{options.staleness_threshold:g}", options.trigger_parameter_sync_step
+    if options.staleness_threshold > 0 and config.actor_rollout_ref.hybrid_engine:
+        yield (
+            f"{_SECTION}.staleness_threshold={ahead} needs engines that work while the trainer does, but with "
+            "actor_rollout_ref.hybrid_engine=True they share its devices; pass actor_rollout_ref.hybrid_engine=False, or "
+            "staleness_threshold=0."
+        )
+    if not _correction_is_chosen(config):
+        yield (
+            f"{_SECTION}.staleness_threshold={ahead} with trigger_parameter_sync_step={every} trains on tokens of older weights, "
+            f"which needs a rollout correction, but none was chosen; pass {_CORRECTION}.preset=decoupled_token_is, or "
+            "preset=disabled to train uncorrected."
+        )
+    if config.trainer.test_freq > 0 and config.trainer.test_freq % every:
+        yield (
+            f"trainer.test_freq must be a multiple of {_SECTION}.trigger_parameter_sync_step={every}, because only a published "
+            f"version can be validated, got {config.trainer.test_freq}; for example "
+            f"{-(-config.trainer.test_freq // every) * every}."
+        )
+    if options.max_concurrent_rollouts is not None and options.max_concurrent_rollouts > rollout.max_num_seqs:
+        yield (
+            f"{_SECTION}.max_concurrent_rollouts must be at most actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs}, "
+            f"which an engine works on at once, got {options.max_concurrent_rollouts}; raise that, or drop it."
+        )
+
+
+def _correction_is_chosen(config: RunConfig) -> bool:
+    """Whether anybody said how to correct: a preset (``disabled`` is one), or a field that decides."""
+    given = config.algorithm.rollout_correction.model_fields_set
+    return "rollout_correction" in config.algorithm.model_fields_set and (not given or bool(given & _CHOICES))
+
+
+def _fractions(options: AsyncTrainingConfig) -> Iterator[str]:
+    every, in_order = options.trigger_parameter_sync_step, options.resolved_order == "admitted"
+    if in_order and (every * options.ahead).denominator != 1:
+        yield (
+            f"{_SECTION}.staleness_threshold={options.staleness_threshold:g} with trigger_parameter_sync_step={every} is "
+            f"{float(every * options.ahead):g} steps, and fractions of a step buy nothing in the order of admission, where a "
+            f"step waits for its last group; pass {_whole_steps(options.ahead, every):g}, or {_SECTION}.order=ready."
+        )
+    if options.max_off_policy_threshold is not None and not in_order and (every * options.hard_bound).denominator != 1:
+        yield (
+            f"{_SECTION}.max_off_policy_threshold={options.max_off_policy_threshold:g} with trigger_parameter_sync_step={every} "
+            f"is {float(every * options.hard_bound):g} steps, and a fraction of a step bounds nothing, because ages are whole "
+            f"steps; pass {_whole_steps(options.hard_bound, every, up=True):g}, which means the same."
+        )
+
+
+def _hard_bound(options: AsyncTrainingConfig) -> Iterator[str]:
+    given, key = options.max_off_policy_threshold, f"{_SECTION}.max_off_policy_threshold"
+    ahead, in_order = f"{_SECTION}.staleness_threshold={options.staleness_threshold:g}", options.resolved_order == "admitted"
+    if given is not None and given < options.staleness_threshold:
+        yield f"{key} must be at least {ahead}, how far generation may be ahead, got {given:g}; raise it, or lower that."
+    elif given and not in_order and options.staleness_threshold == 0:
+        yield (
+            f"{key}={given:g} has no effect without a lead ({ahead}): all that is admitted is trained on before the next "
+            "publication; raise that, or drop it."
+        )
+    elif given is not None and in_order and given != options.staleness_threshold:
+        yield (
+            f"{key}={given:g} has no effect in the order of admission, which keeps {ahead} by itself; drop it, or pass "
+            f"{_SECTION}.order=ready."
+        )
+    if options.max_off_policy_strategy == "drop" and in_order:
+        yield (
+            f"{_SECTION}.max_off_policy_strategy=drop has no effect in the order of admission, in which nothing grows older than "
+            f"{ahead}; drop it, or pass {_SECTION}.order=ready."
+        )
+    elif options.max_off_policy_strategy == "drop" and given is None:
+        yield (
+            f"{_SECTION}.max_off_policy_strategy=drop needs the bound beyond which groups are dropped: pass "
+            f"{key}=<publications>, at least {options.staleness_threshold:g}; none was given."
+        )
+    if options.max_token_age is not None and options.max_token_age >= options.oldest:
+        yield (
+            f"{_SECTION}.max_token_age={options.max_token_age} is never passed: no token is older than {options.oldest} steps; "
+            f"pass at most {options.oldest - 1}, or drop it."
+        )
+
+
+def _partial_rollouts(options: AsyncTrainingConfig) -> Iterator[str]:
+    if options.deterministic_steps is not None and options.order == "ready":
+        yield (
+            f"{_SECTION}.deterministic_steps={options.deterministic_steps} needs batches that do not depend on time, but "
+            f"{_SECTION}.order=ready was given; pass order=admitted, or drop one of them."
+        )
+    if options.partial_rollout:
+        return
+    for key in ("deterministic_steps", "kv_cache_on_update"):
+        if _differs(options, key):
+            yield (
+                f"{_SECTION}.{key}={getattr(options, key)} has no effect with {_SECTION}.partial_rollout=False, where weights "
+                "never change under a response; drop one of them."
+            )
+
+
+def _whole_steps(publications: Fraction, every: int, up: bool = False) -> float:
+    """``publications`` rounded so that they are whole steps."""
+    steps = every * publications
+    return float(Fraction(math.ceil(steps) if up else math.floor(steps), every))
+
+
+def _differs(options: AsyncTrainingConfig, key: str) -> bool:
+    return bool(getattr(options, key) != type(options).model_fields[key].default)

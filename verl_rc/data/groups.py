@@ -1,0 +1,318 @@
+"""Groups on their way through an asynchronous run: a prompt with its samples, each a list of what was sampled and answered.
+
+A response is a list of parts; a part is what one request sampled under one version of the weights. A new turn after a tool's
+answer, an update of the weights, a lost engine and a resumed run are one thing: to go on from the tokens so far.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from verl_rc.data.batches import Completions, RolloutBatch
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.samples import Samples
+
+Fate = Literal["kept", "trained", "filtered", "failed", "stale"]
+SampleState = Literal["waiting", "sampling", "calling", "ended"]
+_ANSWER = -1
+"""Version of tokens that no weights sampled."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that one request sampled under one version of the weights."""
+
+    token_ids: Tensor
+    """int32 ``[T]``, at least one."""
+    log_probs: Tensor
+    """float32 ``[T]``: of each token under the distribution it was sampled from, nats."""
+    version: int
+    """Training steps done when those weights were published."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` naming what does not fit."""
+        _check_tokens("Part.token_ids", self.token_ids, torch.int32)
+        _check_tokens("Part.log_probs", self.log_probs, torch.float32)
+        if len(self.token_ids) != len(self.log_probs) or self.version < 0:
+            raise ValueError(
+                f"a Part must have a log-prob for every token and a version >= 0, got {len(self.token_ids)} tokens, "
+                f"{len(self.log_probs)} log-probs and version {self.version}."
+            )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens that tools said between two turns of the policy."""
+
+    token_ids: Tensor
+    """int32 ``[T]``, at least one."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` naming what does not fit."""
+        _check_tokens("Answer.token_ids", self.token_ids, torch.int32)
+
+
+@dataclass
+class Sample:
+    """One response while it grows. The only record here that changes."""
+
+    number: int
+    """Of its group."""
+    index: int
+    """Its place in the group."""
+    prompt: Sequence[int]
+    """Token ids."""
+    turns: list[Part | Answer] = field(default_factory=list)
+    """The response so far, in order."""
+    state: SampleState = "waiting"
+    """``waiting``: not begun, or cut off by an update; ``calling``: its tools are at work."""
+    finished: bool = False
+    """Ended by a stop token (False: cut off at a limit, or still growing)."""
+    tool_calls: int = 0
+    """Calls that tools answered."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and response so far: what the next request continues."""
+        return [*self.prompt, *(token for turn in self.turns for token in turn.token_ids.tolist())]
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled so far."""
+        return sum(len(turn.token_ids) for turn in self.turns if isinstance(turn, Part))
+
+    @property
+    def num_turns(self) -> int:
+        """Messages of the conversation: the prompt, the policy's turns, the tools' answers. Parts in a row are one turn."""
+        kinds = [isinstance(turn, Part) for turn in self.turns]
+        begun = sum(is_part and not before for before, is_part in zip([False, *kinds], kinds, strict=False))
+        return 1 + begun + kinds.count(False)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of its parts, in order."""
+        return [turn.version for turn in self.turns if isinstance(turn, Part)]
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """What the reward function said of the samples of a group, in their order."""
+
+    values: Tensor
+    """float32 ``[n]``: with the overlong penalty, if there is one."""
+    extras: dict[str, list[object]] = field(default_factory=dict)
+    """Further columns of ``n`` plain values, e.g. ``acc``."""
+    unpenalised: Tensor | None = None
+    """float32 ``[n]``: before the overlong penalty; None: there is no penalty."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with its samples, from admission to its end."""
+
+    number: int
+    """Its place in the order of admission over the whole life of the run."""
+    row: PromptRow
+    """The prompt."""
+    epoch: int
+    """Pass over the data, from 0, that the prompt was drawn in."""
+    admitted_for_step: int
+    """The step that its number stands for, ``number // B + 1``: part of the seeds of its samples."""
+    admitted_at: int
+    """Version that the engines held when it was admitted."""
+    samples: Sequence[Sample]
+    """``rollout.n`` of them, in the order of their index."""
+    scores: GroupScores | None = None
+    """None: not whole, or not scored yet."""
+    fate: Fate | None = None
+    """``kept``: it will be trained on; None: undecided."""
+    attempt: int = 0
+    """How often it was begun anew after a sample had failed: part of the seeds of its samples."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its samples have ended."""
+        return all(sample.state == "ended" for sample in self.samples)
+
+    @property
+    def version(self) -> int:
+        """The oldest weights that sampled any of its tokens; those of its admission until it is whole."""
+        versions = [version for sample in self.samples for version in sample.versions]
+        return min(versions) if versions and self.is_whole else self.admitted_at
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled so far."""
+        return sum(sample.num_sampled for sample in self.samples)
+
+    def scored(self, scores: GroupScores, fate: Fate) -> "Group":
+        """With its scores, decided. Raises ``ValueError`` unless it is whole and has a score for each sample."""
+        if not self.is_whole or len(scores.values) != len(self.samples):
+            raise ValueError(
+                f"group {self.number} must be whole and get a score for each of its {len(self.samples)} samples, got "
+                f"{len(scores.values)}."
+            )
+        return replace(self, scores=scores, fate=fate)
+
+
+def completions(samples: Sequence[Sample], *, with_tools: bool = False, width: int | None = None) -> Completions:
+    """Ended samples as an engine returns them, in order, padded to ``width`` or to the longest.
+
+    The columns about tools are None unless the run has tools. Raises ``ValueError`` when a sample has not ended.
+    """
+    open_samples = [(sample.number, sample.index) for sample in samples if sample.state != "ended"]
+    if open_samples:
+        raise ValueError(f"samples must have ended to be trained on, {open_samples[:5]} (number, index) have not.")
+    lengths = [sum(len(turn.token_ids) for turn in sample.turns) for sample in samples]
+    rows, width = len(samples), max(lengths, default=0) if width is None else width
+    responses = torch.zeros(rows, width, dtype=torch.int64)
+    log_probs = torch.zeros(rows, width, dtype=torch.float32)
+    versions = torch.full((rows, width), _ANSWER, dtype=torch.int64)
+    for row, sample in enumerate(samples):
+        start = 0
+        for turn in sample.turns:
+            span = slice(start, start + len(turn.token_ids))
+            responses[row, span] = turn.token_ids.long()
+            if isinstance(turn, Part):
+                log_probs[row, span] = turn.log_probs
+                versions[row, span] = turn.version
+            start = span.stop
+    return Completions(
+        responses=responses,
+        response_lengths=torch.tensor(lengths, dtype=torch.int64),
+        rollout_log_probs=log_probs,
+        policy_versions=versions,
+        finished=torch.tensor([sample.finished for sample in samples], dtype=torch.bool),
+        response_mask=versions != _ANSWER if with_tools else None,
+        num_turns=torch.tensor([sample.num_turns for sample in samples]) if with_tools else None,
+        tool_calls=torch.tensor([sample.tool_calls for sample in samples]) if with_tools else None,
+        batch_size=[rows],
+    )
+
+
+def joined_samples(groups: Sequence[Group], rollouts: RolloutBatch, texts: Sequence[str]) -> Samples:
+    """Scored groups as what a step trains on: ``rollouts`` and ``texts`` hold their samples, group after group.
+
+    An extra that a group lacks is None there. Raises ``ValueError`` when a group has no scores.
+    """
+    scores = [group.scores for group in groups if group.scores is not None]
+    if len(scores) != len(groups):
+        raise ValueError(f"every group must be scored, {[group.number for group in groups if group.scores is None][:5]} are not.")
+    names = sorted({name for one in scores for name in one.extras})
+    before = [one.unpenalised for one in scores if one.unpenalised is not None]  # all groups of a run have it, or none
+    return Samples(
+        rollouts,
+        torch.cat([one.values for one in scores]),
+        prompts=[group.row for group in groups],
+        texts=list(texts),
+        extras={name: [value for one in scores for value in one.extras.get(name, [None] * len(one.values))] for name in names},
+        unpenalised=torch.cat(before) if before else None,
+    )
+
+
+def pack(groups: Sequence[Group]) -> dict[str, Any]:
+    """Groups for a checkpoint: two flat tensors for the tokens (8 bytes each), plain data for the rest.
+
+    Parts are closed when a checkpoint is written, so a sample that has not ended waits to be continued. Of its prompt a group
+    keeps the row's index alone.
+    """
+    turns = [turn for group in groups for sample in group.samples for turn in sample.turns]
+    no_log_probs = torch.zeros(0, dtype=torch.float32)
+    return {
+        "token_ids": torch.cat([torch.zeros(0, dtype=torch.int32), *(turn.token_ids for turn in turns)]),
+        "log_probs": torch.cat([no_log_probs, *(turn.log_probs for turn in turns if isinstance(turn, Part))]),
+        "groups": [_plain_group(group) for group in groups],
+    }
+
+
+def unpack(packed: dict[str, Any], row_of: Callable[[int], PromptRow]) -> list[Group]:
+    """The groups of ``pack``, in order. ``row_of`` gives the prompt of a row's index.
+
+    Raises ``ValueError`` when tokens are left over or missing.
+    """
+    tokens, log_probs = _Reader(packed["token_ids"]), _Reader(packed["log_probs"])
+    groups = [_group(plain, row_of(plain["row_index"]), tokens, log_probs) for plain in packed["groups"]]
+    if tokens.left or log_probs.left:
+        raise ValueError(
+            f"saved groups must use up all saved tokens, {tokens.left} and {log_probs.left} log-probs are left over."
+        )
+    return groups
+
+
+class _Reader:
+    """Takes a flat tensor apart from its beginning."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._position = values, 0
+
+    @property
+    def left(self) -> int:
+        return len(self._values) - self._position
+
+    def take(self, count: int) -> Tensor:
+        if count > self.left:
+            raise ValueError(f"saved groups need {count} more tokens, {self.left} are left.")
+        self._position += count
+        return self._values[self._position - count : self._position].clone()
+
+
+def _plain_group(group: Group) -> dict[str, Any]:
+    scores = group.scores
+    return {
+        "number": group.number,
+        "row_index": group.row.row_index,
+        "epoch": group.epoch,
+        "admitted_for_step": group.admitted_for_step,
+        "admitted_at": group.admitted_at,
+        "attempt": group.attempt,
+        "fate": group.fate,
+        "samples": [_plain_sample(sample) for sample in group.samples],
+        "scores": None if scores is None else scores.values.tolist(),
+        "extras": {} if scores is None else scores.extras,
+        "unpenalised": None if scores is None or scores.unpenalised is None else scores.unpenalised.tolist(),
+    }
+
+
+def _plain_sample(sample: Sample) -> dict[str, Any]:
+    return {
+        "turns": [(len(turn.token_ids), turn.version if isinstance(turn, Part) else _ANSWER) for turn in sample.turns],
+        "ended": sample.state == "ended",
+        "finished": sample.finished,
+        "tool_calls": sample.tool_calls,
+    }
+
+
+def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _Reader) -> Group:
+    def turn(length: int, version: int) -> Part | Answer:
+        token_ids = tokens.take(length)
+        return Answer(token_ids) if version == _ANSWER else Part(token_ids, log_probs.take(length), version)
+
+    samples = [
+        Sample(
+            plain["number"],
+            index,
+            row.prompt_token_ids,
+            [turn(length, version) for length, version in one["turns"]],
+            "ended" if one["ended"] else "waiting",
+            one["finished"],
+            one["tool_calls"],
+        )
+        for index, one in enumerate(plain["samples"])
+    ]
+    scores = None
+    if plain["scores"] is not None:
+        scores = GroupScores(_floats(plain["scores"]), plain["extras"], _floats(plain["unpenalised"]))
+    facts = {name: plain[name] for name in ("number", "epoch", "admitted_for_step", "admitted_at", "fate", "attempt")}
+    return Group(row=row, samples=samples, scores=scores, **facts)
+
+
+def _floats(values: Iterable[float] | None) -> Any:
+    return None if values is None else torch.tensor(list(values), dtype=torch.float32)
+
+
+def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    if values.dtype != dtype or values.ndim != 1 or not len(values):
+        raise ValueError(f"{name} must be {dtype} of shape ['T'] with T >= 1, got {values.dtype} of shape {list(values.shape)}.")

@@ -1,0 +1,17 @@
+"""Generation ahead of training: ages, what is under way, and who waits for whom. A synchronous run reports none of them."""
+
+from verl_rc.metrics.catalog.spec import MetricSpec
+
+ASYNCHRONY = tuple(
+    MetricSpec(name, unit, formula, healthy, "driver")
+    for name, unit, formula, healthy in (
+        ("trainer/idle_ratio", "1", "timing_s/gen / timing_s/step: the trainers wait for samples", None),
+        ("async/group_age/max", "steps", "largest age of a group of the batch: (step - 1) - version of its oldest token", None),
+        ("async/group_age/bound", "steps", "what the rule allows, ⌈M (1 + k)⌉ - 1; a larger age ends the run", None),
+        ("async/token_age/mean", "steps", "mean of (step - 1) - version over the batch's response tokens", None),
+        ("async/in_flight_groups", "1", "groups being sampled when the step ends", None),
+        ("async/whole_waiting_groups", "1", "groups that are sampled and scored and wait for a later step", None),
+        ("async/length_ratio", "1", "mean tokens of a trained group / of a sampled one, over the run so far", None),
+    )
+)
+"""Entries of this room."""
