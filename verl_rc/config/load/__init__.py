@@ -76,13 +76,13 @@ def save_resolved_config(config: StrictModel, folder: Path) -> Path:
 
 
 def _load(schema: type[Schema], given: Namespace) -> Schema:
-    settled = given_tree(schema, given)
+    translated = given_tree(schema, given)
     try:
-        config = schema.model_validate(settled.tree)
+        config = schema.model_validate(translated.tree)
     except ValidationError as error:
-        raise ConfigError(in_sentences(schema, error, settled.tree)) from error
+        raise ConfigError(in_sentences(schema, error, translated.tree)) from error
     if isinstance(config, RunConfig):
-        settled.check(config)
+        translated.check(config)
     return config
 
 

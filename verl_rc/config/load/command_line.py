@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.load.compose import CONFIGS, Composer
-from verl_rc.config.load.given import MISSING, composing, plain_tree, settled_tree
+from verl_rc.config.load.given import MISSING, composing, plain_tree, translated_tree
 from verl_rc.config.load.overrides import prepare
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import defaults, known_keys
@@ -138,7 +138,7 @@ class _ShownLoader(ConfigLoaderImpl):
         with open_dict(composed):
             hydra = composed.pop("hydra")
         tree = plain_tree(self._schema, composed, self._resolve)
-        shown = OmegaConf.merge(_all_keys(self._schema), settled_tree(self._schema, tree).tree)
+        shown = OmegaConf.merge(_all_keys(self._schema), translated_tree(self._schema, tree).tree)
         assert isinstance(shown, DictConfig)
         shown = OmegaConf.create(without_secrets(OmegaConf.to_container(shown)))  # type: ignore[arg-type]
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)

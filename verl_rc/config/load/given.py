@@ -18,7 +18,7 @@ from verl_rc.config.load.overrides import CORRECTION, PRESET, check_keys, prepar
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, preset_fields
 from verl_rc.config.run import FALLBACKS, RunConfig
 from verl_rc.config.schema import default_at, defaults, needed_below
-from verl_rc.config.verl.keys import Settled, settle
+from verl_rc.config.verl.keys import TranslatedTree, translate_tree
 
 _INTEGER_BITS = 63
 
@@ -75,7 +75,7 @@ MISSING = "???"
 _SET_BY_PRESETS = {leaf for preset in PRESETS.values() for leaf in preset.fields}
 
 
-def given_tree(schema: type[BaseModel], given: Namespace) -> Settled:
+def given_tree(schema: type[BaseModel], given: Namespace) -> TranslatedTree:
     """Compose a command line, resolve its interpolations against the defaults, and fill in the preset that it names.
 
     Raises ``ConfigError``.
@@ -86,7 +86,7 @@ def given_tree(schema: type[BaseModel], given: Namespace) -> Settled:
         tree = plain_tree(schema, composer.compose(prepared.of_files, prepared.keys), resolve=True)
         if any(override.lstrip("+").partition("=")[0] in ("correction", PRESET) for override in given.overrides):
             _refuse_preset_under_a_file(tree, plain_tree(schema, composer.compose(prepared.of_files, []), resolve=False))
-    return settled_tree(schema, tree)
+    return translated_tree(schema, tree)
 
 
 def combinations(schema: type[BaseModel], given: Namespace) -> list[list[str]]:
@@ -108,13 +108,13 @@ def composing(overrides: Sequence[str]) -> Iterator[None]:
         raise ConfigError(unreadable(error, overrides)) from error
 
 
-def settled_tree(schema: type[BaseModel], tree: dict[str, Any]) -> Settled:
+def translated_tree(schema: type[BaseModel], tree: dict[str, Any]) -> TranslatedTree:
     """A composed tree without verl's spellings and without the preset's name."""
-    settled = settle(tree) if schema is RunConfig else Settled(tree, [])
-    check_keys(schema, settled.tree)
-    refuse_huge(settled.tree)
-    _apply_preset(settled.tree)
-    return settled
+    translated = translate_tree(tree) if schema is RunConfig else TranslatedTree(tree, [])
+    check_keys(schema, translated.tree)
+    refuse_huge(translated.tree)
+    _apply_preset(translated.tree)
+    return translated
 
 
 def plain_tree(schema: type[BaseModel], composed: DictConfig, resolve: bool) -> dict[str, Any]:

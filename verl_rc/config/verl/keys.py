@@ -81,7 +81,7 @@ AGREEMENTS = {
 
 
 @dataclass(frozen=True)
-class Settled:
+class TranslatedTree:
     """A tree in this schema's keys alone, and what the given keys of verl still demand of the whole configuration."""
 
     tree: dict[str, Any]
@@ -100,7 +100,7 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class SettledLeaf:
+class TranslatedKey:
     """What becomes of one given key."""
 
     key: str
@@ -119,7 +119,7 @@ def refused_for(given: Sequence[str], reason: str) -> str:
 
 
 def is_verl_key(key: str) -> bool:
-    """Whether ``key`` is one of verl's that ``settle`` knows, or lies below one."""
+    """Whether ``key`` is one of verl's that ``translate_tree`` knows, or lies below one."""
     return moved(key) != key or key in AGREEMENTS or refusal_of(key) is not None
 
 
@@ -133,22 +133,22 @@ def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
     return key
 
 
-def settle_leaf(given_key: str, given_value: Any, given: Mapping[str, Any]) -> SettledLeaf:
+def translate_key(given_key: str, given_value: Any, given: Mapping[str, Any]) -> TranslatedKey:
     """What becomes of one key and its value beside all the ``given`` ones, by their dotted keys."""
     key = moved(given_key)
     value = given_value
     if isinstance(value, (str, int)) and not isinstance(value, bool):
         value = VALUE_NAMES.get((key, value), value)
     if isinstance(value, str) and (key, value) in REFUSED_VALUES:
-        return SettledLeaf(key, value, problem=REFUSED_VALUES[key, value])
+        return TranslatedKey(key, value, problem=REFUSED_VALUES[key, value])
     found = None if key in AGREEMENTS else refusal_of(key)
     if found is None:
-        return SettledLeaf(key, value, accepted=key != given_key and value is None)
+        return TranslatedKey(key, value, accepted=key != given_key and value is None)
     section, refusal = found
     if _is_one_of(value, refusal.accepted) or not _is_on(section, refusal, key, given):
-        return SettledLeaf(key, value, accepted=True)
+        return TranslatedKey(key, value, accepted=True)
     renamed = moved(key, RENAMED)
-    return SettledLeaf(key, value, problem=refusal.reason if renamed == key else f"{refusal.reason}: write {renamed}={value}")
+    return TranslatedKey(key, value, problem=refusal.reason if renamed == key else f"{refusal.reason}: write {renamed}={value}")
 
 
 def _is_on(section: str, refusal: Refusal, key: str, given: Mapping[str, Any]) -> bool:
@@ -163,7 +163,7 @@ def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
     return any(type(value) is type(one) and value == one for one in accepted)
 
 
-def settle(given: Mapping[str, Any]) -> Settled:
+def translate_tree(given: Mapping[str, Any]) -> TranslatedTree:
     """Rewrite a tree of given values in this schema's keys: moved ones go to their place, accepted defaults are dropped.
 
     Raises ``ConfigError`` naming every key and value that is refused.
@@ -174,7 +174,7 @@ def settle(given: Mapping[str, Any]) -> Settled:
     refused: dict[str, list[str]] = {}
     twice: list[str] = []
     for key, value in leaves.items():
-        leaf = settle_leaf(key, value, leaves)
+        leaf = translate_key(key, value, leaves)
         if leaf.problem is not None:
             refused.setdefault(leaf.problem, []).append(shortened(f"{key}={value}"))
         elif leaf.key in AGREEMENTS:
@@ -186,7 +186,7 @@ def settle(given: Mapping[str, Any]) -> Settled:
     problems = [refused_for(given_values, reason) for reason, given_values in refused.items()]
     if problems or twice:
         raise ConfigError("\n".join(problems + twice))
-    return Settled(tree, demands)
+    return TranslatedTree(tree, demands)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

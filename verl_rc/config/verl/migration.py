@@ -15,7 +15,7 @@ import yaml
 
 from verl_rc.config.errors import shortened
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.verl.keys import moved, settle_leaf
+from verl_rc.config.verl.keys import moved, translate_key
 from verl_rc.config.verl.refused import RENAMED
 from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, import_legacy, is_legacy_key
 
@@ -137,15 +137,15 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
         if key in correction:
             continue
         here = moved(key, RENAMED)
-        settled = settle_leaf(here, value, given)
-        if settled.problem is not None:
-            notes.append(f"{key} is left out: {settled.problem}.")
-        elif settled.accepted:
+        translated = translate_key(here, value, given)
+        if translated.problem is not None:
+            notes.append(f"{key} is left out: {translated.problem}.")
+        elif translated.accepted:
             notes.append(f"{key}={value} is left out: it says what happens anyway.")
         else:
-            if settled.key != key:
-                notes.append(f"{key} is {settled.key} here.")
-            overrides.append(f"{settled.key}={_plain(settled.value)}")
+            if translated.key != key:
+                notes.append(f"{key} is {translated.key} here.")
+            overrides.append(f"{translated.key}={_plain(translated.value)}")
     if correction:
         preset = correction.pop(f"{_SECTION}.preset", None)
         if preset is not None:
