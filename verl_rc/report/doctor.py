@@ -63,7 +63,7 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         if path == config.reward.reward_model.model_path:
             yield Finding("ok", "reward model", found)
             continue
-        yield Finding.of(shape.positions >= longest, "model", f"{found}, {shape.positions} positions", must, remedy)
+        yield Finding.from_condition(shape.positions >= longest, "model", f"{found}, {shape.positions} positions", must, remedy)
 
 
 def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
@@ -83,7 +83,7 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     inputs.tokenizer = tokenizer
     shape, size = inputs.shapes.get(path), len(tokenizer)
     vocabulary = size if shape is None else shape.vocabulary
-    yield Finding.of(
+    yield Finding.from_condition(
         size <= vocabulary,
         "tokenizer",
         f"{size} tokens, end {tokenizer.eos_token!r}; the chat template makes {len(token_ids)} tokens of the message '1'",
@@ -112,7 +112,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         left = total * sum(length <= config.data.max_prompt_length for length in lengths) // len(lengths)
         usable = left if config.data.filter_overlong_prompts else total
         steps = _steps(config, usable) if key == "data.train_files" else ""
-        yield Finding.of(
+        yield Finding.from_condition(
             usable >= fewest,
             f"{key}, size",
             f"{usable} prompts{steps}",
@@ -162,7 +162,7 @@ def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) ->
     elif longer and data.truncation != "error":
         yield Finding("note", key, f"{shown}{counted}; {share} and cut (data.truncation={data.truncation})")
     else:
-        yield Finding.of(
+        yield Finding.from_condition(
             not longer,
             key,
             f"{shown}{counted}" + (f"; {share}" if longer else ""),

@@ -43,7 +43,7 @@ class Finding:
     """What to do about it."""
 
     @classmethod
-    def of(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
+    def from_condition(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
         """``ok`` where it holds, else ``failed``."""
         return cls("ok", subject, found) if holds else cls("failed", subject, found, must, remedy)
 
@@ -86,10 +86,11 @@ def check_packages() -> Iterator[Finding]:
     missing = [name for name in PACKAGES if versions[name] is None]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     install = "bash scripts/install.sh cpu (or gpu)"
-    yield Finding.of(not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install)
+    yield Finding.from_condition(not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install)
     engines = [name for name in ENGINES if versions[name] is not None]
     must = f"exactly one of {' and '.join(ENGINES)} must be installed: they write the same files"
-    yield Finding.of(len(engines) == 1, "engine", " and ".join(engines) or "none", must, f"make a new .venv with {install}")
+    found = " and ".join(engines) or "none"
+    yield Finding.from_condition(len(engines) == 1, "engine", found, must, f"make a new .venv with {install}")
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
@@ -118,7 +119,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
 def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
     needed, found = config.num_devices, torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(found)) or "none"
-    yield Finding.of(
+    yield Finding.from_condition(
         needed <= found,
         "GPUs",
         f"{found} ({names}); {processes} on {needed}",
@@ -129,7 +130,7 @@ def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
 
 def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
     needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), usable_cores()
-    yield Finding.of(
+    yield Finding.from_condition(
         needed <= found,
         "cores",
         f"{found}; {processes}, of which ranks compute together and engines do",
@@ -163,14 +164,15 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
     remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
     needed, available = host_bytes(config, roles, on_gpu), available_memory()
     must = f"about {_size(needed)} must be free: {len(roles)} roles, the driver and Ray"
-    yield Finding.of(
+    yield Finding.from_condition(
         needed <= available, "host memory", f"about {_size(needed)} at the peak, {_size(available)} available", must, remedy
     )
     if gpu_bytes is None:
         return
     for moment, peak in gpu_peaks(config, roles).items():
         must = f"about {_size(peak)} must fit on one GPU"
-        yield Finding.of(peak <= gpu_bytes, f"GPU in {moment}", f"about {_size(peak)} of {_size(gpu_bytes)}", must, remedy)
+        found = f"about {_size(peak)} of {_size(gpu_bytes)}"
+        yield Finding.from_condition(peak <= gpu_bytes, f"GPU in {moment}", found, must, remedy)
 
 
 def refuse_too_little_memory(config: RunConfig) -> None:
@@ -204,7 +206,7 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
         limits = [number for number in (saves, None if kept is None else kept + 1) if number is not None]
         count = min(limits)
         written = f"{count} at once"
-    yield Finding.of(
+    yield Finding.from_condition(
         size * count <= free,
         "checkpoints",
         f"about {_size(size)} each, {written}; {_size(free)} free at {first_existing(folder)}",
@@ -234,7 +236,7 @@ def check_folder(folder: Path) -> Iterator[Finding]:
     reason = why_unwritable(folder)
     must, remedy = f"{folder} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
     found = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
-    yield Finding.of(reason is None, "run folder", found, must, remedy)
+    yield Finding.from_condition(reason is None, "run folder", found, must, remedy)
 
 
 def uses_gpus(config: RunConfig) -> bool:
