@@ -51,7 +51,7 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         try:
             if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
                 raise ValueError("there is no such folder")
-            shape = ModelShape.of(path, trusted)
+            shape = ModelShape.from_model_folder(path, trusted)
         except (OSError, ValueError) as error:
             remedy = "pass a folder with a config.json, or a hub id that can be reached (actor_rollout_ref.model.path)"
             yield Finding("failed", "model", f"{path}: {_first_line(error)}", "it must be a Hugging Face model", remedy)

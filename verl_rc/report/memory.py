@@ -54,7 +54,7 @@ class ModelShape:
     """Longest sequence, tokens."""
 
     @classmethod
-    def of(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
+    def from_model_folder(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
         """Read from a model folder's or hub id's ``config.json`` alone; no weights are loaded.
 
         Raises ``ValueError`` or ``OSError`` when there is none that transformers knows.
