@@ -48,11 +48,11 @@ class ResponseScorer:
     def _samples(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> tuple[list[RewardSample], dict[int, RewardError]]:
         """One sample per response, with the reward model's score if there is a model; and those it has none for."""
         if self._model is None:
-            return [RewardSample.of(row, text) for row, text in zip(rows, texts, strict=True)], {}
+            return [RewardSample.from_row(row, text) for row, text in zip(rows, texts, strict=True)], {}
         conversations = [[*row.messages, {"role": "assistant", "content": text}] for row, text in zip(rows, texts, strict=True)]
         samples, unjudged = [], {}
         for place, (row, text, answer) in enumerate(zip(rows, texts, self._model.score(conversations), strict=True)):
-            samples.append(RewardSample.of(row, text, None if isinstance(answer, str) else answer))
+            samples.append(RewardSample.from_row(row, text, None if isinstance(answer, str) else answer))
             if isinstance(answer, str):
                 unjudged[place] = RewardError(f"{answer}; this happened for {samples[place]}.")
         return samples, unjudged

@@ -191,7 +191,7 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         return
     must = "it must give a finite number for every response"
     remedy = "correct the function (reward.custom_reward_function), or the data_source of the rows"
-    samples = [RewardSample.of(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")]
+    samples = [RewardSample.from_row(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")]
     try:
         scores = _scores(config, samples)
     except (ConfigError, RewardError, ValueError) as error:

@@ -31,7 +31,7 @@ class RewardSample:
     """What the reward model says about the response; None without one."""
 
     @classmethod
-    def of(cls, row: "PromptRow", solution_str: str, reward_model_score: float | None = None) -> "RewardSample":
+    def from_row(cls, row: "PromptRow", solution_str: str, reward_model_score: float | None = None) -> "RewardSample":
         """The sample of a response to ``row``."""
         return cls(row.row_index, row.data_source, row.ground_truth, row.extra_info, solution_str, reward_model_score)
 
