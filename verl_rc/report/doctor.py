@@ -23,7 +23,7 @@ from verl_rc.report.preflight_machine import (
     check_packages,
     check_ports,
 )
-from verl_rc.rewards import RewardError, RewardSample, build_reward, undecided
+from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_timeout
 
 SAMPLED_PROMPTS = 1000
 """Prompts whose lengths are counted, spread over a file."""
@@ -216,7 +216,7 @@ def _scores(config: RunConfig, samples: Sequence[RewardSample]) -> list[float]:
     function of the user's own cannot be loaded.
     """
     needs_process = config.reward.custom_reward_function.path is not None
-    if not needs_process and all(undecided(sample.data_source) is None for sample in samples):
+    if not needs_process and all(score_on_timeout(sample.data_source) is None for sample in samples):
         reward = build_reward(config.reward)
         return [reward(sample).score for sample in samples]
     with closing(RewardPool(config.reward.model_copy(update={"num_workers": 1}), config.trainer.ready_timeout_seconds)) as pool:

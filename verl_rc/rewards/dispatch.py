@@ -76,14 +76,14 @@ _FAMILIES: dict[str, Scorer] = {"aime": dapo_math, "numina_": math_answer}
 
 
 @dataclass(frozen=True)
-class Undecided:
+class ScoreOnTimeout:
     """What a scorer that may run for ever says about a response it did not finish with."""
 
     score: float
     acc: float = 0.0
 
 
-_UNDECIDED: dict[Scorer, Undecided] = {math_answer: Undecided(score=0.0), dapo_math: Undecided(score=-1.0)}
+_SCORES_ON_TIMEOUT: dict[Scorer, ScoreOnTimeout] = {math_answer: ScoreOnTimeout(score=0.0), dapo_math: ScoreOnTimeout(score=-1.0)}
 """Algebra on what a policy wrote may not end: these scorers run in processes with a time limit, and an answer that is not shown
 to be equal in time is wrong."""
 
@@ -128,9 +128,9 @@ def check_data_sources(sources: Mapping[str, str]) -> None:
         raise ValueError("\n".join(unknown))
 
 
-def undecided(data_source: str) -> Undecided | None:
+def score_on_timeout(data_source: str) -> ScoreOnTimeout | None:
     """What counts when the built-in scorer of ``data_source`` does not finish; None where it always does."""
-    return _UNDECIDED.get(find_scorer(data_source))
+    return _SCORES_ON_TIMEOUT.get(find_scorer(data_source))
 
 
 def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]:
