@@ -27,7 +27,7 @@ class WeightTransport(Protocol):
         """Deliver them as ``version``; what was sent and what was received are for ``check_receipts`` to compare."""
 
 
-class Broadcast:
+class BroadcastTransport:
     """Rank 0 of the actor broadcasts over a process group of its own: gloo, or NCCL between GPUs."""
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> None:
@@ -55,7 +55,7 @@ class Broadcast:
         return sent[0], list(received.values())
 
 
-class LentMemory:
+class IpcTransport:
     """Every rank lends one bucket after the other to the engine worker on its own device, which copies it."""
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
@@ -90,8 +90,8 @@ def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     shares_gpus = placement.shares_devices and placement.device == "cuda"
     if backend == "ipc" or (backend == "auto" and shares_gpus):
-        transport: WeightTransport = LentMemory(actor, engines)
+        transport: WeightTransport = IpcTransport(actor, engines)
     else:
-        transport = Broadcast(actor, engines, placement, config)
+        transport = BroadcastTransport(actor, engines, placement, config)
     transport.open()
     return transport
