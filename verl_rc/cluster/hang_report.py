@@ -37,7 +37,7 @@ class ProcessIdentity:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProcessState:
     """What was seen of a process from outside."""
 
     condition: str
@@ -60,20 +60,20 @@ def register_stack_dump(node_id: str) -> ProcessIdentity:
     return ProcessIdentity(node_id, pid, status[1], f"/proc/{pid}/fd/{file.fileno()}")
 
 
-def examine(identity: ProcessIdentity) -> Finding:
+def examine(identity: ProcessIdentity) -> ProcessState:
     """Look into a process of this node."""
     status = _status(identity.pid)
     if status is None or status[1] != identity.started:
-        return Finding(_STATES["Z"])
+        return ProcessState(_STATES["Z"])
     if status[0] in "TtZX":
-        return Finding(_STATES[status[0]])
+        return ProcessState(_STATES[status[0]])
     try:
         stacks = _dumped(identity)
     except OSError as error:
-        return Finding(f"could not be looked into ({error})")
+        return ProcessState(f"could not be looked into ({error})")
     if not stacks:
-        return Finding(_STATES.get(status[0], f"did not write its stacks within {_DUMP_SECONDS:g} s"))
-    return Finding("runs", stacks)
+        return ProcessState(_STATES.get(status[0], f"did not write its stacks within {_DUMP_SECONDS:g} s"))
+    return ProcessState("runs", stacks)
 
 
 def end(identity: ProcessIdentity) -> None:
@@ -114,7 +114,7 @@ _COLLECTIVE = "torch/distributed/"
 
 
 @dataclass(frozen=True)
-class Silence:
+class AwaitedProcess:
     """One process of a wait."""
 
     who: str
@@ -122,26 +122,26 @@ class Silence:
     """What it was asked to do."""
     last_answer: str
     """Its last sign of life."""
-    finding: Finding | None
+    state: ProcessState | None
     """None: it has answered."""
 
 
 @dataclass(frozen=True)
-class Wait:
+class TimedOutWait:
     """One wait of the driver that took too long."""
 
     seconds: float
     limit_key: str
     """The configuration key that sets the limit."""
-    processes: Sequence[Silence]
+    processes: Sequence[AwaitedProcess]
     driver_stack: str
     free_resources: str
 
 
-def summary(wait: Wait) -> str:
+def summary(wait: TimedOutWait) -> str:
     """One line for each process that has not answered, and the advice that fits."""
-    silent = [process for process in wait.processes if process.finding is not None]
-    answered = [process.who for process in wait.processes if process.finding is None]
+    silent = [process for process in wait.processes if process.state is not None]
+    answered = [process.who for process in wait.processes if process.state is None]
     names = ", ".join(f"{process.who} ({process.what})" for process in silent)
     lines = [f"these processes did not answer within {wait.seconds:.0f} s: {names}."]
     lines += [f"  {process.who}: {_condition(process)}; last sign of life: {process.last_answer}." for process in silent]
@@ -151,22 +151,22 @@ def summary(wait: Wait) -> str:
     return "\n".join(lines)
 
 
-def full_report(wait: Wait) -> str:
+def full_report(wait: TimedOutWait) -> str:
     """The summary, then the stack of the driver and those of every process that has not answered."""
     parts = [summary(wait), "The driver waits in (newest frame last):\n" + wait.driver_stack.rstrip()]
     for process in wait.processes:
-        if process.finding is not None:
-            stacks = process.finding.stacks or f"no stacks: it {process.finding.condition}"
+        if process.state is not None:
+            stacks = process.state.stacks or f"no stacks: it {process.state.condition}"
             parts.append(f"{process.who}, asked to {process.what} (newest frame first):\n{stacks}")
     return "\n\n".join(parts) + "\n"
 
 
-def _condition(process: Silence) -> str:
-    assert process.finding is not None
-    frame = _innermost_frame(process.finding.stacks)
+def _condition(process: AwaitedProcess) -> str:
+    assert process.state is not None
+    frame = _innermost_frame(process.state.stacks)
     if frame is None:
-        return process.finding.condition
-    waits = "waits in a collective for its peers, " if _in_collective(process.finding.stacks) else ""
+        return process.state.condition
+    waits = "waits in a collective for its peers, " if _in_collective(process.state.stacks) else ""
     return f"{waits}at {frame}"
 
 

@@ -13,7 +13,16 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_rc.cluster.hang_report import Finding, ProcessIdentity, Silence, Wait, end, examine, full_report, summary
+from verl_rc.cluster.hang_report import (
+    AwaitedProcess,
+    ProcessIdentity,
+    ProcessState,
+    TimedOutWait,
+    end,
+    examine,
+    full_report,
+    summary,
+)
 
 _LOOK_SECONDS = 30.0
 """How long looking into the processes of other nodes may take."""
@@ -66,11 +75,11 @@ class Watchdog:
 
     def report(self, calls: Sequence[tuple[Watched, str]], silent: Sequence[Watched], seconds: float, limit_key: str) -> str:
         """Look into the ``silent`` ones of the processes that were to answer ``calls``, write that down, and sum it up."""
-        findings = look_into(silent)
-        wait = Wait(
+        states = look_into(silent)
+        wait = TimedOutWait(
             seconds,
             limit_key,
-            [Silence(process.name, what, _sign_of_life(process), findings.get(id(process))) for process, what in calls],
+            [AwaitedProcess(process.name, what, _sign_of_life(process), states.get(id(process))) for process, what in calls],
             "".join(traceback.format_stack()[:-2]),
             str(ray.available_resources()),
         )
@@ -90,24 +99,24 @@ WATCHDOG = Watchdog()
 """That of this driver."""
 
 
-def look_into(processes: Sequence[Watched]) -> dict[int, Finding]:
+def look_into(processes: Sequence[Watched]) -> dict[int, ProcessState]:
     """What can be seen of each process from its node, by ``id`` of the process."""
-    findings, elsewhere = {}, {}
+    states, elsewhere = {}, {}
     for process in processes:
         identity = identity_of(process)
         if identity is None:
-            findings[id(process)] = Finding("has not started")
+            states[id(process)] = ProcessState("has not started")
         elif _is_here(identity):
-            findings[id(process)] = examine(identity)
+            states[id(process)] = examine(identity)
         else:
             elsewhere[_on_node(examine, identity)] = id(process)
     ready, missing = ray.wait(list(elsewhere), num_returns=len(elsewhere), timeout=_LOOK_SECONDS) if elsewhere else ([], [])
     for reference in ready:
         try:
-            findings[elsewhere[reference]] = ray.get(reference)
+            states[elsewhere[reference]] = ray.get(reference)
         except RayError as error:
-            findings[elsewhere[reference]] = Finding(f"could not be looked into ({type(error).__name__})")
-    return findings | {elsewhere[reference]: Finding("lies on a node that does not answer") for reference in missing}
+            states[elsewhere[reference]] = ProcessState(f"could not be looked into ({type(error).__name__})")
+    return states | {elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in missing}
 
 
 def end_process(process: Watched) -> None:
