@@ -24,8 +24,8 @@ def until_found(process: RemoteProcess, words: str) -> None:
     """Wait until a look into the process shows ``words``."""
     identity, deadline = identity_of(process), time.monotonic() + PATIENCE_SECONDS
     assert identity is not None
-    while words not in str(hang_report.examine(identity)):
-        assert time.monotonic() < deadline, hang_report.examine(identity)
+    while words not in str(hang_report.inspect_process(identity)):
+        assert time.monotonic() < deadline, hang_report.inspect_process(identity)
         time.sleep(0.05)
 
 

@@ -60,7 +60,7 @@ def register_stack_dump(node_id: str) -> ProcessIdentity:
     return ProcessIdentity(node_id, pid, status[1], f"/proc/{pid}/fd/{file.fileno()}")
 
 
-def examine(identity: ProcessIdentity) -> ProcessState:
+def inspect_process(identity: ProcessIdentity) -> ProcessState:
     """Look into a process of this node."""
     status = _status(identity.pid)
     if status is None or status[1] != identity.started:
@@ -70,13 +70,13 @@ def examine(identity: ProcessIdentity) -> ProcessState:
     try:
         stacks = _dumped(identity)
     except OSError as error:
-        return ProcessState(f"could not be looked into ({error})")
+        return ProcessState(f"could not be inspected ({error})")
     if not stacks:
         return ProcessState(_STATES.get(status[0], f"did not write its stacks within {_DUMP_SECONDS:g} s"))
     return ProcessState("runs", stacks)
 
 
-def end(identity: ProcessIdentity) -> None:
+def kill(identity: ProcessIdentity) -> None:
     """Kill a process of this node, even one that is stopped."""
     status = _status(identity.pid)
     if status is not None and status[1] == identity.started:

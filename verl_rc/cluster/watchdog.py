@@ -18,9 +18,9 @@ from verl_rc.cluster.hang_report import (
     ProcessIdentity,
     ProcessState,
     TimedOutWait,
-    end,
-    examine,
     full_report,
+    inspect_process,
+    kill,
     summary,
 )
 
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 30.0
 _IDENTITY_SECONDS = 1.0
 
 
-class Watched(Protocol):
+class WatchedProcess(Protocol):
     """A process as the watchdog sees it."""
 
     name: str
@@ -65,7 +65,7 @@ class Watchdog:
         finally:
             self.limit_seconds, self._folder = None, None
 
-    def add(self, process: Watched) -> None:
+    def add(self, process: WatchedProcess) -> None:
         """Watch a process as long as somebody holds it."""
         self._processes.add(process)
 
@@ -73,13 +73,15 @@ class Watchdog:
         """Watch none of those known so far: a new Ray session begins, and it cannot be asked for processes of an earlier one."""
         self._processes.clear()
 
-    def report(self, calls: Sequence[tuple[Watched, str]], silent: Sequence[Watched], seconds: float, limit_key: str) -> str:
-        """Look into the ``silent`` ones of the processes that were to answer ``calls``, write that down, and sum it up."""
-        states = look_into(silent)
+    def report(
+        self, calls: Sequence[tuple[WatchedProcess, str]], silent: Sequence[WatchedProcess], seconds: float, limit_key: str
+    ) -> str:
+        """Inspect the ``silent`` processes among those of ``calls``, write the report file and return its summary."""
+        states = inspect_processes(silent)
         wait = TimedOutWait(
             seconds,
             limit_key,
-            [AwaitedProcess(process.name, what, _sign_of_life(process), states.get(id(process))) for process, what in calls],
+            [AwaitedProcess(process.name, what, _last_answer(process), states.get(id(process))) for process, what in calls],
             "".join(traceback.format_stack()[:-2]),
             str(ray.available_resources()),
         )
@@ -99,7 +101,7 @@ WATCHDOG = Watchdog()
 """That of this driver."""
 
 
-def look_into(processes: Sequence[Watched]) -> dict[int, ProcessState]:
+def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessState]:
     """What can be seen of each process from its node, by ``id`` of the process."""
     states, elsewhere = {}, {}
     for process in processes:
@@ -107,31 +109,31 @@ def look_into(processes: Sequence[Watched]) -> dict[int, ProcessState]:
         if identity is None:
             states[id(process)] = ProcessState("has not started")
         elif _is_here(identity):
-            states[id(process)] = examine(identity)
+            states[id(process)] = inspect_process(identity)
         else:
-            elsewhere[_on_node(examine, identity)] = id(process)
+            elsewhere[_on_node(inspect_process, identity)] = id(process)
     ready, missing = ray.wait(list(elsewhere), num_returns=len(elsewhere), timeout=_LOOK_SECONDS) if elsewhere else ([], [])
     for reference in ready:
         try:
             states[elsewhere[reference]] = ray.get(reference)
         except RayError as error:
-            states[elsewhere[reference]] = ProcessState(f"could not be looked into ({type(error).__name__})")
+            states[elsewhere[reference]] = ProcessState(f"could not be inspected ({type(error).__name__})")
     return states | {elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in missing}
 
 
-def end_process(process: Watched) -> None:
+def end_process(process: WatchedProcess) -> None:
     """Kill a process where it is; does nothing when it has not started, or its node is gone."""
     identity = identity_of(process)
     if identity is None:
         return
     if _is_here(identity):
-        end(identity)
+        kill(identity)
         return
     with suppress(RayError):
-        ray.get(_on_node(end, identity), timeout=_LOOK_SECONDS)
+        ray.get(_on_node(kill, identity), timeout=_LOOK_SECONDS)
 
 
-def identity_of(process: Watched) -> ProcessIdentity | None:
+def identity_of(process: WatchedProcess) -> ProcessIdentity | None:
     """Where a process is; None when it has not started."""
     try:
         identity: ProcessIdentity = ray.get(process.identity, timeout=_IDENTITY_SECONDS)
@@ -152,7 +154,7 @@ def _on_node(function: Any, identity: ProcessIdentity) -> "ray.ObjectRef[Any]":
     return reference
 
 
-def _sign_of_life(process: Watched) -> str:
+def _last_answer(process: WatchedProcess) -> str:
     if process.last_answer is None:
         return "none, it has answered no call yet"
     what, when = process.last_answer

@@ -16,9 +16,9 @@ from verl_rc.cluster.hang_report import (
     ProcessIdentity,
     ProcessState,
     TimedOutWait,
-    end,
-    examine,
     full_report,
+    inspect_process,
+    kill,
     summary,
 )
 
@@ -97,7 +97,7 @@ def child() -> Iterator[tuple[subprocess.Popen[str], ProcessIdentity]]:
 def test_one_that_sleeps_shows_where_and_goes_on(child: tuple[subprocess.Popen[str], ProcessIdentity]) -> None:
     process, identity = child
     for _ in range(2):
-        state = examine(identity)
+        state = inspect_process(identity)
         assert state.condition == "runs"
         assert state.stacks.count("in rest") == 1  # the dump before is not shown again
     assert process.poll() is None
@@ -108,18 +108,18 @@ def test_one_that_is_stopped_is_named_and_can_be_ended(child: tuple[subprocess.P
     os.kill(identity.pid, signal.SIGSTOP)
     while b"State:\tT" not in open(f"/proc/{identity.pid}/status", "rb").read():  # noqa: SIM115
         time.sleep(0.01)
-    assert examine(identity).condition.startswith("is stopped by a signal (SIGSTOP)")
-    end(identity)
+    assert inspect_process(identity).condition.startswith("is stopped by a signal (SIGSTOP)")
+    kill(identity)
     assert process.wait(120) == -signal.SIGKILL
-    assert examine(identity).condition == "has ended"
-    end(identity)
+    assert inspect_process(identity).condition == "has ended"
+    kill(identity)
 
 
 def test_another_process_with_the_same_pid_is_left_alone(child: tuple[subprocess.Popen[str], ProcessIdentity]) -> None:
     process, identity = child
     other = replace(identity, started=identity.started - 1)
-    end(other)
-    assert examine(other).condition == "has ended"
+    kill(other)
+    assert inspect_process(other).condition == "has ended"
     assert process.poll() is None
 
 
