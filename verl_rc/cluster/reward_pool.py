@@ -16,7 +16,7 @@ from time import monotonic
 from verl_rc.cluster.environment import python_path
 from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
-from verl_rc.rewards.process import Answer, Failed, Ready, Refused
+from verl_rc.rewards.process import Answer, Failed, LoadFailed, Ready
 from verl_rc.workers.host import usable_cores
 
 _PROGRAM = "from verl_rc.rewards.process import main; main()"  # not -m: what it sends must not be of a module __main__
@@ -24,7 +24,7 @@ _EXIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class NoAnswer:
+class ProcessFailure:
     """The process hangs or is gone; it must be killed and replaced."""
 
     reason: str
@@ -57,14 +57,14 @@ class RewardProcess:
         with suppress(OSError):  # it died meanwhile: the answer will say so
             self.connection.send(message)
 
-    def answer(self) -> Answer | NoAnswer:
+    def answer(self) -> Answer | ProcessFailure:
         """What the process answers; waits until the deadline."""
         try:
             if not self.connection.poll(max(0.0, self.deadline - time.monotonic())):
-                return NoAnswer(f"it took longer than {self._timeout_seconds:g} s")
+                return ProcessFailure(f"it took longer than {self._timeout_seconds:g} s")
             answer: Answer = self.connection.recv()
         except (EOFError, OSError):
-            return NoAnswer(self._last_words())
+            return ProcessFailure(self._exit_reason())
         return answer
 
     def kill(self) -> None:
@@ -74,7 +74,7 @@ class RewardProcess:
         self._process.wait()
         self.connection.close()
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         """How a process that closed its connection ended."""
         try:
             code = self._process.wait(_EXIT_SECONDS)
@@ -113,7 +113,7 @@ class RewardPool:
             self._start()
         try:
             while not self._idle:
-                self._admit(self._finished())
+                self._accept_loaded(self._finished())
         except ValueError:
             self.close()
             raise
@@ -132,7 +132,7 @@ class RewardPool:
                     process.ask(sample, self._config.timeout_seconds)
                     self._busy[process] = place
                 finished = self._finished()
-                self._admit([process for process in finished if process in self._starting])
+                self._accept_loaded([process for process in finished if process in self._starting])
                 for process in [process for process in finished if process in self._busy]:
                     place = self._busy.pop(process)
                     yield place, self._result(process, samples[place])
@@ -156,7 +156,7 @@ class RewardPool:
         answered = wait(list(pending), max(0.0, earliest - monotonic()))
         return [process for connection, process in pending.items() if connection in answered or process.deadline <= monotonic()]
 
-    def _admit(self, started: Sequence[RewardProcess]) -> None:
+    def _accept_loaded(self, started: Sequence[RewardProcess]) -> None:
         """Take processes in whose reward function is loaded. Raises ``ValueError`` when it cannot be."""
         for process in started:
             self._starting.remove(process)
@@ -167,7 +167,7 @@ class RewardPool:
                 continue
             process.kill()
             self._failed_starts += 1
-            if isinstance(answer, Refused):
+            if isinstance(answer, LoadFailed):
                 raise ValueError(answer.reason)
             if self._failed_starts > self._tolerated_failures:
                 raise ValueError(
@@ -191,6 +191,6 @@ class RewardPool:
         self._start()
 
 
-def _described(answer: Answer | NoAnswer) -> str:
+def _described(answer: Answer | ProcessFailure) -> str:
     """What a process did instead of what it was to do."""
-    return answer.reason if isinstance(answer, NoAnswer) else f"it answered {answer}"
+    return answer.reason if isinstance(answer, ProcessFailure) else f"it answered {answer}"

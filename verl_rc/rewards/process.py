@@ -27,7 +27,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Refused:
+class LoadFailed:
     """The first answer of a process that cannot load it."""
 
     reason: str
@@ -40,11 +40,11 @@ class Failed:
     reason: str
 
 
-Answer = Ready | Refused | Failed | RewardOutput
+Answer = Ready | LoadFailed | Failed | RewardOutput
 
 
 def serve(connection: Connection) -> None:
-    """Receive a ``RewardConfig`` and answer ``Ready`` or ``Refused``; then answer every ``RewardSample`` until the other end
+    """Receive a ``RewardConfig`` and answer ``Ready`` or ``LoadFailed``; then answer every ``RewardSample`` until the other end
     closes."""
     config: RewardConfig = connection.recv()
     try:
@@ -52,7 +52,7 @@ def serve(connection: Connection) -> None:
         if config.custom_reward_function.path is None:
             load_verifier()  # now, and not within the first sample's time
     except ValueError as error:
-        connection.send(Refused(str(error)))
+        connection.send(LoadFailed(str(error)))
         return
     connection.send(Ready())
     if config.memory_limit_megabytes is not None:
