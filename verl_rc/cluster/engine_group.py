@@ -190,7 +190,7 @@ class EngineGroup:
             The numbers that can be taken, in ascending order.
         """
         self._collect(dict.fromkeys(self._work.busy_engines(), 1), wait_seconds, on_loss)
-        return self._work.ended()
+        return self._work.finished()
 
     def take(self, numbers: Sequence[int]) -> Completions:
         """The completions of these numbers, in this order, once all have been collected; each can be taken once."""
@@ -209,10 +209,10 @@ class EngineGroup:
         self._hand_over(of_engines)
         busy_seconds = 0.0
         try:
-            while missing := self._work.missing(numbers):
+            while missing := self._work.num_unfinished(numbers):
                 busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
         except RemoteError:
-            self._work.forget(numbers)
+            self._work.discard(numbers)
             raise
         return Timed(self._work.take(numbers), busy_seconds)
 
@@ -229,9 +229,9 @@ class EngineGroup:
             for engine, number in at_least.items()
         }
         try:
-            self._work.file(self.wait(pending)[0])
+            self._work.record(self.wait(pending)[0])
         except EnginesLostError as error:
-            self._work.file(error.answered)
+            self._work.record(error.answered)
             if on_loss is None:
                 raise
             on_loss(error, sum(len(self._work.unfinished(engine)) for engine in error.engines))

@@ -8,7 +8,7 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 
 
-def place(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[list[int]]:
+def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[list[int]]:
     """Share requests out: those with one prompt together, to the engine with the fewest unfinished samples.
 
     Args:
@@ -53,7 +53,7 @@ class EngineWork:
         """
         samples = [Sample(next(self._numbers), request, options, awaited) for request in requests]
         prompts = [request.prompt_token_ids for request in requests]
-        placed = place(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
+        placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
         of_engines = {
             engine: [samples[position] for position in positions] for engine, positions in enumerate(placed) if positions
         }
@@ -69,13 +69,13 @@ class EngineWork:
         """Those that have something unfinished."""
         return [engine for engine, mine in enumerate(self._unfinished) if mine]
 
-    def missing(self, numbers: Sequence[int]) -> dict[int, int]:
+    def num_unfinished(self, numbers: Sequence[int]) -> dict[int, int]:
         """How many of these samples have not come back, for each engine that has some."""
         counts = {engine: sum(number in mine for number in numbers) for engine, mine in enumerate(self._unfinished)}
         return {engine: missing for engine, missing in counts.items() if missing}
 
-    def file(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
-        """Keep what has come back from each engine; what was given up (``forget``) is left out."""
+    def record(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
+        """Keep what has come back from each engine; what was given up (``discard``) is left out."""
         for engine, (numbers, completions) in answers.items():
             known = [row for row, number in enumerate(numbers) if self._unfinished[engine].pop(number, None) is not None]
             if known:
@@ -83,7 +83,7 @@ class EngineWork:
                 self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
                 self._batches.append(completions if len(known) == len(numbers) else completions[known])
 
-    def ended(self) -> list[int]:
+    def finished(self) -> list[int]:
         """What has come back and was not taken, in ascending order."""
         return sorted(self._rows)
 
@@ -96,7 +96,7 @@ class EngineWork:
         self._rows = {number: row for row, number in enumerate(others)}
         return everything if rows == list(range(len(everything))) else everything[rows]
 
-    def forget(self, numbers: Sequence[int]) -> None:
+    def discard(self, numbers: Sequence[int]) -> None:
         """Give samples up, wherever they are."""
         there = [number for number in numbers if number in self._rows]
         if there:
