@@ -33,9 +33,9 @@ def nearest_key(given: str, known: Sequence[str]) -> str:
     whole = [key for key in known if key.endswith(f".{given}")]
     if len(whole) == 1:
         return whole[0]
-    slips = _slips(given, known)
-    if slips:
-        return " or ".join(key for key, letters in slips.items() if letters == min(slips.values()))
+    close = _close_names(given, known)
+    if close:
+        return " or ".join(key for key, letters in close.items() if letters == min(close.values()))
     *sections, leaf = given.split(".")
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     ordered = sorted(same_leaf or known, key=lambda key: -difflib.SequenceMatcher(None, given, key).ratio())
@@ -43,7 +43,7 @@ def nearest_key(given: str, known: Sequence[str]) -> str:
     return " or ".join(ordered[: 2 if same_leaf and not named else 1])
 
 
-def _slips(given: str, known: Sequence[str]) -> dict[str, int]:
+def _close_names(given: str, known: Sequence[str]) -> dict[str, int]:
     """The names that few letters make of ``given``, and how many must be taken out or put in."""
     matcher = difflib.SequenceMatcher(None, "", given, autojunk=False)
     found = {}

@@ -243,7 +243,7 @@ class RolloutCorrectionConfig(PresetConstructors):
             tests_misalignment=not self.bypass_mode,
         )
 
-    def decided_fields(self) -> dict[str, object]:
+    def effective_fields(self) -> dict[str, object]:
         """What was decided, by field: what differs from the defaults, and the threshold and the loss that come into play."""
         is_read = {"rollout_is_threshold": self.rollout_is is not None, "loss_type": self.bypass_mode}
         changed = self.model_dump(exclude_defaults=True)

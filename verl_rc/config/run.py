@@ -280,7 +280,7 @@ def _fill(tree: dict[str, Any], key: str, value: object) -> None:
     section[leaf] = value
 
 
-def foreign_code(config: RunConfig) -> dict[str, str]:
+def remote_code_keys(config: RunConfig) -> dict[str, str]:
     """For every ``trust_remote_code`` that is on, its key and the model whose code then runs with the user's rights."""
     model, critic, judge = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
     switches = {

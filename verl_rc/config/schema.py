@@ -109,11 +109,11 @@ def leads_to_leaf(schema: type[BaseModel], key: str) -> bool:
     return section is None
 
 
-def needed_below(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
+def required_leaves(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
     """The leaves that have no default at or below a key that was not given."""
     section: type[BaseModel] | None = schema
     for part in path:
         section = section_of(section.model_fields[part].annotation) if section and part in section.model_fields else None
     fields = {} if section is None else section.model_fields
-    below = [leaf for name, field in fields.items() if field.is_required() for leaf in needed_below(schema, [*path, name])]
+    below = [leaf for name, field in fields.items() if field.is_required() for leaf in required_leaves(schema, [*path, name])]
     return below or [".".join(path)]

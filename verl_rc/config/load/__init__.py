@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from verl_rc.config.checks import check_files, check_run
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load.command_line import COMMANDS, parse, show, sources_of
-from verl_rc.config.load.given import combinations, given_tree, in_sentences
+from verl_rc.config.load.given import combinations, error_sentences, given_tree
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import StrictModel
 from verl_rc.config.secrets import override_without_secrets, public_values
@@ -80,7 +80,7 @@ def _load(schema: type[Schema], given: Namespace) -> Schema:
     try:
         config = schema.model_validate(translated.tree)
     except ValidationError as error:
-        raise ConfigError(in_sentences(schema, error, translated.tree)) from error
+        raise ConfigError(error_sentences(schema, error, translated.tree)) from error
     if isinstance(config, RunConfig):
         translated.check(config)
     return config

@@ -17,24 +17,24 @@ from verl_rc.config.load.compose import Composer
 from verl_rc.config.load.overrides import CORRECTION, PRESET, check_keys, prepare, unreadable
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, preset_fields
 from verl_rc.config.run import FALLBACKS, RunConfig
-from verl_rc.config.schema import default_at, defaults, needed_below
+from verl_rc.config.schema import default_at, defaults, required_leaves
 from verl_rc.config.verl.keys import TranslatedTree, translate_tree
 
 _INTEGER_BITS = 63
 
 
-def refuse_huge(given: Mapping[str, Any], prefix: str = "") -> None:
+def refuse_huge_numbers(given: Mapping[str, Any], prefix: str = "") -> None:
     """Nothing that is counted here needs more than 64 bits, and what reads it may take no more."""
     for name, value in given.items():
         if isinstance(value, Mapping):
-            refuse_huge(value, f"{prefix}{name}.")
+            refuse_huge_numbers(value, f"{prefix}{name}.")
         elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
             raise ConfigError(
                 f"{prefix}{name} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; lower it."
             )
 
 
-def in_sentences(schema: type[BaseModel], error: ValidationError, given: Mapping[str, Any]) -> str:
+def error_sentences(schema: type[BaseModel], error: ValidationError, given: Mapping[str, Any]) -> str:
     """One line for each finding; what only follows from another finding is left out."""
     own = [item for item in error.errors() if not _follows_another(item, given)]
     return "\n".join(_explain(schema, item) for item in own or error.errors())
@@ -44,7 +44,7 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
     path = [str(part) for part in item["loc"]]
     key, given, message = ".".join(path), item["input"], str(item["msg"])
     if item["type"] == "missing":
-        needed = needed_below(schema, path)
+        needed = required_leaves(schema, path)
         return f"{' and '.join(needed)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in needed)}."
     if item["type"] == "int_parsing_size":
         message = f"Input should be a whole number of at most {_INTEGER_BITS} bits"
@@ -112,7 +112,7 @@ def translated_tree(schema: type[BaseModel], tree: dict[str, Any]) -> Translated
     """A composed tree without verl's spellings and without the preset's name."""
     translated = translate_tree(tree) if schema is RunConfig else TranslatedTree(tree, [])
     check_keys(schema, translated.tree)
-    refuse_huge(translated.tree)
+    refuse_huge_numbers(translated.tree)
     _apply_preset(translated.tree)
     return translated
 

@@ -104,11 +104,11 @@ def _options(leaves: Fields) -> tuple[Era, BoundConvention]:
     given = leaves.pop("era", None)
     if given is not None and given not in get_args(Era):
         raise ValueError(f"era must be one of {', '.join(get_args(Era))}; got {given!r}")
-    era = given or _guess_era(leaves)
+    era = given or _detect_era(leaves)
     return era, convention  # type: ignore[return-value]  # both were checked against their alternatives
 
 
-def _guess_era(leaves: Fields) -> Era:
+def _detect_era(leaves: Fields) -> Era:
     marks: dict[Era, bool] = {
         "A": any(key in leaves for key in _CAPS),
         "B3": any(key in leaves for key in _ERA_B) or isinstance(leaves.get("rollout_is"), bool),
