@@ -268,7 +268,7 @@ def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
 
 def _without_effect(plan: Plan, is_changed: bool) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
-    for option in plan.inert:
+    for option in plan.unused:
         if option.is_changed == is_changed:
             kind = "only reported: " if option.metrics_only else ""
             reasons.setdefault(kind + option.reason, []).append(option.key)

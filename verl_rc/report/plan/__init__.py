@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from verl_rc.config.run import RunConfig
 from verl_rc.report.plan.objective import AdvantagePlan, Operand, PolicyPlan, ValuePlan, plan_advantages, plan_policy, plan_value
-from verl_rc.report.plan.options import InertOption, inert_options, warnings_of
+from verl_rc.report.plan.options import UnusedOption, unused_options, warnings_of
 from verl_rc.report.plan.schedule import BatchArithmetic, Phase, UpdateArithmetic, plan_arithmetic, plan_phases
 
 __all__ = [
     "AdvantagePlan",
     "BatchArithmetic",
-    "InertOption",
+    "UnusedOption",
     "Operand",
     "Phase",
     "Plan",
@@ -31,7 +31,7 @@ class Plan:
     advantages: AdvantagePlan
     sizes: BatchArithmetic
     phases: tuple[Phase, ...]
-    inert: tuple[InertOption, ...]
+    unused: tuple[UnusedOption, ...]
     """Options that change nothing that is trained on."""
     warnings: tuple[str, ...]
     """What is allowed and hardly meant."""
@@ -47,6 +47,6 @@ def plan_of(config: RunConfig) -> Plan:
         advantages=advantages,
         sizes=sizes,
         phases=plan_phases(config, policy, sizes),
-        inert=inert_options(config, policy, advantages),
+        unused=unused_options(config, policy, advantages),
         warnings=warnings_of(config, policy, sizes),
     )
