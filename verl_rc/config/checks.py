@@ -262,7 +262,7 @@ def _overlong_penalty(config: RunConfig) -> Iterator[str]:
 
 
 def _token_budgets(config: RunConfig) -> Iterator[str]:
-    longest = config.longest_row
+    longest = config.longest_sequence
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     where = f"data.max_prompt_length + data.max_response_length = {longest}"
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:

@@ -220,7 +220,7 @@ class RunConfig(StrictModel):
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
 
     @property
-    def longest_row(self) -> int:
+    def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response together."""
         return self.data.max_prompt_length + self.data.max_response_length
 

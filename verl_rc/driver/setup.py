@@ -225,7 +225,7 @@ def _find_objective(config: RunConfig) -> None:
 
 def max_model_length(config: RunConfig) -> int:
     """Tokens of prompt and response that an engine must hold."""
-    return config.actor_rollout_ref.rollout.max_model_len or config.longest_row
+    return config.actor_rollout_ref.rollout.max_model_len or config.longest_sequence
 
 
 def engine_options(config: RunConfig, device: str) -> EngineOptions:

@@ -246,10 +246,10 @@ def _batch(plan: Plan) -> Iterator[str]:
         steps += f"; the first {sizes.critic_only_steps} do not update the actor"
     rows = f"{sizes.prompts} prompts x {sizes.samples} samples = {sizes.rows} rows a step"
     yield f"  {rows}, at most {sizes.rows_per_engine} for each of {sizes.engines} engine(s)"
-    yield f"  a row has at most {sizes.longest_prompt} + {sizes.longest_response} = {sizes.longest_row} tokens"
+    yield f"  a row has at most {sizes.longest_prompt} + {sizes.longest_response} = {sizes.longest_sequence} tokens"
     for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
         if update is not None:
-            yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_row)}")
+            yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_sequence)}")
     yield f"  training steps: {steps}"
 
 

@@ -145,7 +145,7 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
     roles = [_actor(config, shapes[model.path], sizes)]
     if sizes.critic is not None:
         shape, fsdp = shapes[str(critic.model.path)], critic.fsdp_config
-        tokens = _micro_batch_tokens(sizes.critic, sizes.longest_row)
+        tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
         update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, bool(critic.model.enable_gradient_checkpointing))
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
         roles.append(replace(learner, activations=update.activations(), knob=f"critic.{_MICRO_BATCH}"))
@@ -162,8 +162,8 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
 def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic) -> RoleMemory:
     policy = config.actor_rollout_ref
     model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
-    tokens = _micro_batch_tokens(sizes.actor, sizes.longest_row)
-    predicted = tokens * sizes.longest_response // sizes.longest_row
+    tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
+    predicted = tokens * sizes.longest_response // sizes.longest_sequence
     activations = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, model.enable_gradient_checkpointing).activations()
     bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _bytes(rollout.dtype))
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
@@ -197,7 +197,7 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
 
 def _reward_model(config: RunConfig, shape: ModelShape) -> RoleMemory:
     judge, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
-    longest = judge.max_length or config.longest_row
+    longest = judge.max_length or config.longest_sequence
     of_layer = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
     return RoleMemory(
         "reward model",

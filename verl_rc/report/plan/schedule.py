@@ -68,7 +68,7 @@ class BatchArithmetic:
         return self.prompts * self.samples
 
     @property
-    def longest_row(self) -> int:
+    def longest_sequence(self) -> int:
         """Tokens."""
         return self.longest_prompt + self.longest_response
 

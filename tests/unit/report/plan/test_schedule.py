@@ -39,7 +39,7 @@ def test_counts_worked_out_by_hand() -> None:
             }
         )
     ).sizes
-    assert (sizes.rows, sizes.rows_per_engine, sizes.longest_row) == (60, 20, 13)
+    assert (sizes.rows, sizes.rows_per_engine, sizes.longest_sequence) == (60, 20, 13)
     assert (sizes.actor.mini_batches_per_epoch, sizes.actor.optimizer_steps, sizes.actor.mini_batch_rows) == (3, 6, 20)
     assert sizes.actor.rows_per_rank == (6, 7)
     assert sizes.critic is not None
