@@ -12,7 +12,7 @@ _NEVER = (0, 0)
 
 
 @dataclass(frozen=True)
-class Complaint:
+class HealthWarning:
     """A metric outside its healthy range."""
 
     name: str
@@ -39,7 +39,7 @@ class HealthHistory:
 
 def judge_health(
     metrics: Mapping[str, float], step: int, history: HealthHistory, patience: int = 3, quiet_steps: int = 50
-) -> tuple[list[Complaint], HealthHistory]:
+) -> tuple[list[HealthWarning], HealthHistory]:
     """What has to be said about a step, compared with the healthy ranges of the catalogue, and the history with this step.
 
     A metric is complained about once it was outside for ``patience`` steps in a row (at once where 0 alone is healthy), and not
@@ -61,7 +61,7 @@ def judge_health(
         is_quiet = name in last_said and step - last_said[name] < quiet_steps
         if is_certain and not is_quiet:
             last_said[name] = step
-            complaints.append(Complaint(name, value, spec, steps))
+            complaints.append(HealthWarning(name, value, spec, steps))
     return complaints, HealthHistory(steps_outside, last_said)
 
 

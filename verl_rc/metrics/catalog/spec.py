@@ -97,16 +97,16 @@ class Catalog:
         """The entry of ``name``; raises ``ValueError`` with the nearest known name."""
         spec = self.find(name)
         if spec is None:
-            raise ValueError(f"metric {self._complaint(name)}.")
+            raise ValueError(f"metric {self._unknown_name(name)}.")
         return spec
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raises ``ValueError`` unless every name has an entry, naming the nearest known one for each that has none."""
         unknown = [name for name in names if self.find(name) is None]
         if unknown:
-            complaints = "; ".join(self._complaint(name) for name in unknown)
+            complaints = "; ".join(self._unknown_name(name) for name in unknown)
             raise ValueError(f"every metric must have an entry in verl_rc/metrics/catalog, these have none: {complaints}.")
 
-    def _complaint(self, name: str) -> str:
+    def _unknown_name(self, name: str) -> str:
         nearest = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.0)
         return f"'{name}' is unknown (nearest: '{nearest[0]}')" if nearest else f"'{name}' is unknown"
