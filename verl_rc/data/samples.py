@@ -69,9 +69,9 @@ class Samples:
         pairs = zip(given, self.scores.tolist(), strict=True)
         return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]
 
-    def of_prompts(self, groups: Sequence[int]) -> "Samples":
+    def select_prompts(self, groups: Sequence[int]) -> "Samples":
         """The samples of some prompts, which are renumbered in the order given."""
-        rollouts, rows = take_groups(self.rollouts, groups)
+        rollouts, rows = select_groups(self.rollouts, groups)
         return Samples(
             rollouts,
             self.scores[rows],
@@ -82,7 +82,7 @@ class Samples:
         )
 
     @classmethod
-    def joined(cls, parts: "Sequence[Samples]", pad_token_id: int) -> "Samples":
+    def concatenate(cls, parts: "Sequence[Samples]", pad_token_id: int) -> "Samples":
         """Several parts as one, in order; prompts are numbered through, and an extra that a part lacks is None there.
 
         Raises ``ValueError`` when there is no part.
@@ -97,7 +97,7 @@ class Samples:
         names = sorted({name for part in parts for name in part.extras})
         before = [part.unpenalised for part in parts if part.unpenalised is not None]  # all parts of a run have it, or none
         return cls(
-            join_rollouts(rollouts, pad_token_id),
+            concatenate_rollouts(rollouts, pad_token_id),
             torch.cat([part.scores for part in parts]),
             prompts=prompts,
             texts=[text for part in parts for text in part.texts],
@@ -106,7 +106,7 @@ class Samples:
         )
 
 
-def join_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
+def concatenate_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
     """The rows of all parts, in order, padded to the widest prompt and response; groups keep the ids they have.
 
     Raises ``ValueError`` when there is no part.
@@ -119,7 +119,7 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBa
     return joined
 
 
-def take_groups(rollouts: RolloutBatch, groups: Sequence[int]) -> tuple[RolloutBatch, list[int]]:
+def select_groups(rollouts: RolloutBatch, groups: Sequence[int]) -> tuple[RolloutBatch, list[int]]:
     """The rows of ``groups``, which are renumbered 0, 1, … in the order given; also the numbers of the rows taken."""
     place = {group: index for index, group in enumerate(groups)}
     ids = rollouts.group_ids.tolist()
