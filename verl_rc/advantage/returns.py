@@ -43,7 +43,7 @@ class ResponseOrder:
 
         Nothing finite is lost unless the row has no response token at all; NaN and infinities outside the mask are.
         """
-        return self._scatter(countable_rewards(rewards, self.mask))
+        return self._scatter(zero_nonfinite_outside(rewards, self.mask))
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Moves packed values back to their positions; 0 outside the mask."""
@@ -53,7 +53,7 @@ class ResponseOrder:
         return torch.zeros_like(values).scatter_add(-1, self.slot, values)
 
 
-def countable_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
+def zero_nonfinite_outside(rewards: Tensor, response_mask: Tensor) -> Tensor:
     """Sets NaN and infinities outside the response to 0 and leaves everything else, [B, T]."""
     return torch.where(response_mask, rewards, rewards.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
