@@ -111,7 +111,7 @@ def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None =
 
     Raises ``CheckpointError`` on every rank when one cannot write, or when ``folder`` holds shards already.
     """
-    with _failing_together(group):
+    with _raise_on_all_ranks(group):
         folder.mkdir(parents=True, exist_ok=True)
         if _rank() == 0:
             shards.header.write(folder)
@@ -129,7 +129,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
     changed, for a folder that cannot be read or that holds another model.
     """
     named = named_tensors(model)
-    with _failing_together():
+    with _raise_on_all_ranks():
         header, metadata = ShardHeader.read(folder), read_metadata(folder)
         saved_model, saved_state = saved_tensors(metadata, MODEL), saved_tensors(metadata, OPTIMIZER)
         differences = _model_differences(named, saved_model, header.frozen_left_out)
@@ -205,7 +205,7 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def _failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def _raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What goes wrong inside on any rank becomes a ``CheckpointError`` on all, so that none waits for another."""
     problem = None
     try:
@@ -255,11 +255,11 @@ class BackgroundWriter:
 
     def start(self, folder: Path, shards: Shards) -> None:
         """Copy ``shards`` as they are now and have them written to ``folder``, after what is being written; collective."""
-        self.has_ended(wait=True)
+        self.is_finished(wait=True)
         tensors: Any = self._stager.stage(shards.tensors)  # a future only with use_async_staging
         self._writing = self._thread.submit(write_shards, folder, replace(shards, tensors=tensors), self._group)
 
-    def has_ended(self, wait: bool) -> bool:
+    def is_finished(self, wait: bool) -> bool:
         """Whether nothing is being written any more; ``wait`` until that is so. Raises the ``CheckpointError`` it ended in."""
         if self._writing is None:
             return True

@@ -123,7 +123,7 @@ class CheckpointStore:
             return None, []
         if mode == "resume_path":
             return _given_checkpoint(path, is_readable), []
-        self._commit_what_is_whole(is_readable)
+        self._commit_sealed(is_readable)
         self._finish_interrupted_commit()
         reasons: list[tuple[Path, str]] = []
         for folder in self.newest_first():
@@ -159,7 +159,7 @@ class CheckpointStore:
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def _commit_what_is_whole(self, is_readable: Callable[[Path], str | None]) -> None:
+    def _commit_sealed(self, is_readable: Callable[[Path], str | None]) -> None:
         """Commit a checkpoint that was sealed and then written to its end, before the run could."""
         for partial in self._run_folder.glob(f"global_step_*{_PARTIAL}"):
             if _commit_number(partial) and is_readable(partial) is None:
