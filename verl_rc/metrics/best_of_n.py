@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_EXACT_VOTE = 64
-"""Samples of a prompt up to which majority votes are worked out; above, they are estimated from ``VOTES_HELD`` votes."""
-VOTES_HELD = 1000
+"""Samples of a prompt up to which majority votes are worked out; above, they are estimated from ``SIMULATED_VOTES`` votes."""
+SIMULATED_VOTES = 1000
 """Votes drawn for that estimate."""
 VOTE_SEED = 42
 """Seed of that estimate."""
@@ -93,7 +93,7 @@ def winning_probabilities(counts: tuple[int, ...], draws: int) -> Mapping[int, f
     """Probability that an answer wins a vote of ``draws`` samples drawn with replacement, by how many samples give it.
 
     ``counts``: samples of each answer, ascending. Ties are shared equally, so answers with equal counts win equally
-    often. Exact up to ``LARGEST_EXACT_VOTE`` samples; above, an estimate from ``VOTES_HELD`` seeded votes.
+    often. Exact up to ``LARGEST_EXACT_VOTE`` samples; above, an estimate from ``SIMULATED_VOTES`` seeded votes.
     """
     if sum(counts) > LARGEST_EXACT_VOTE:
         return _estimated_winning_probabilities(counts, draws)
@@ -142,13 +142,13 @@ def _winning_probability(counts: tuple[int, ...], candidate: int, draws: int) ->
     share = counts[candidate] / sum(counts)
     others = [count / sum(counts) for count in counts[:candidate] + counts[candidate + 1 :]]
     return math.fsum(
-        math.comb(draws, top) * share**top * _shared_lead(others, top, draws - top)
+        math.comb(draws, top) * share**top * _tied_win_probability(others, top, draws - top)
         for top in range(1, draws + 1)
         if len(others) * top >= draws - top
     )
 
 
-def _shared_lead(others: Sequence[float], top: int, draws: int) -> float:
+def _tied_win_probability(others: Sequence[float], top: int, draws: int) -> float:
     """Probability that ``draws`` votes all fall on ``others`` (their shares) and none has more than ``top`` of them, with a
     weight of 1 / (1 + t) when t of them have ``top``.
 
@@ -176,7 +176,7 @@ def _vote_transition(share: float, draws: int) -> NDArray[np.float64]:
 
 def _estimated_winning_probabilities(counts: tuple[int, ...], draws: int) -> Mapping[int, float]:
     shares = np.array(counts) / sum(counts)
-    votes = np.random.default_rng(VOTE_SEED).multinomial(draws, shares, size=VOTES_HELD)
+    votes = np.random.default_rng(VOTE_SEED).multinomial(draws, shares, size=SIMULATED_VOTES)
     leads = votes == votes.max(axis=1, keepdims=True)
     chances = (leads / leads.sum(axis=1, keepdims=True)).mean(axis=0)
     return {count: float(chances[np.array(counts) == count].mean()) for count in set(counts)}

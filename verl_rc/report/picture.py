@@ -156,7 +156,7 @@ def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]
     panel.set_title(f"{what} on validation prompts")
     panel.set_ylabel("share of right answers" if what == "Accuracy" else "mean")
     if not validation:
-        _say_nothing_measured(panel)
+        _write_no_data(panel)
     for index, ((source, _), series) in enumerate(sorted(validation.items())):
         colour = _COLOURS[index % len(_COLOURS)]
         panel.plot(series.steps, series.values, color=colour, marker="o", markersize=5, label=source)
@@ -175,7 +175,7 @@ def _draw_metric(panel: "Axes", series: Series, title: str, unit: str) -> None:
     panel.set_title(title)
     panel.set_ylabel(unit)
     if not series.steps:
-        _say_nothing_measured(panel)
+        _write_no_data(panel)
         return
     width = max(1, len(series.steps) // _SMOOTHED_SHARE)
     means = running_mean(series.values, width)
@@ -205,5 +205,5 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]
 
 
-def _say_nothing_measured(panel: "Axes") -> None:
+def _write_no_data(panel: "Axes") -> None:
     panel.text(0.5, 0.5, "not measured in this run", transform=panel.transAxes, ha="center", va="center", style="italic")

@@ -74,7 +74,7 @@ class ConsoleSink:
             self._step_seconds.append(seconds)
         line = self._line(metrics, step, seconds)
         if self._console.is_terminal:
-            self._move_bar(step)
+            self._advance_progress_bar(step)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
@@ -105,7 +105,7 @@ class ConsoleSink:
             parts.append(f"ETA {_clock(statistics.mean(self._step_seconds) * (self._total_steps - step))}")
         return "  ".join(parts)
 
-    def _move_bar(self, step: int) -> None:
+    def _advance_progress_bar(self, step: int) -> None:
         if self._progress is None:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._progress = Progress(*columns, console=self._console, transient=True)
@@ -148,7 +148,7 @@ class JsonlSink:
         self._files: dict[str, IO[str]] = {}
         for path in [run_dir / name for name in _FILES] + sorted(run_dir.glob("tables/*.jsonl")):
             if path.exists() and not path.name.endswith(_REPLACED):
-                _set_aside_later_steps(path, steps_done)
+                _move_later_steps(path, steps_done)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Appends one line ``{"step": …, name: value, …}``."""
@@ -202,7 +202,7 @@ def _json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _set_aside_later_steps(path: Path, steps_done: int) -> None:
+def _move_later_steps(path: Path, steps_done: int) -> None:
     """Make ``path`` end after ``steps_done`` steps; the lines after them are moved. A crash at any moment loses no line."""
     kept: list[str] = []
     later: list[str] = []

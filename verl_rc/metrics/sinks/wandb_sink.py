@@ -85,7 +85,7 @@ class WandbSink:
     ) -> None:
         """``resume_id``: the ``run_id`` of the run that is continued; None starts a new one."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        find_own_folders(run_dir)
+        use_writable_folders(run_dir)
         self._run = wandb.init(
             project=project_name,
             name=experiment_name,
@@ -141,7 +141,7 @@ def join_bins(edges: Sequence[float], counts: Sequence[float], max_bins: int) ->
     return [edges[i] for i in starts] + [edges[-1]], [sum(counts[i : i + width]) for i in starts]
 
 
-def find_own_folders(run_dir: Path) -> None:
+def use_writable_folders(run_dir: Path) -> None:
     """W&B keeps logs and copies of tables below the home folder; where it cannot write there, it does in the run's folder.
 
     Without, it fills the console with errors, and the first table ends the run.
