@@ -245,7 +245,7 @@ def k3(ratio: float) -> float:
     return ratio - 1 - math.log(ratio)
 
 
-def coin_kl(first: float, second: float) -> float:
+def binary_kl(first: float, second: float) -> float:
     """KL divergence of two coins."""
     return first * math.log(first / second) + (1 - first) * math.log((1 - first) / (1 - second))
 
@@ -291,7 +291,7 @@ METHODS = (
     Method(
         "token_bkl up to 0.03",
         _rejects("token_bkl", 0.03),
-        lambda s: [float(coin_kl(q, p) <= 0.03) for p, q in zip(s.p, s.q, strict=True)],
+        lambda s: [float(binary_kl(q, p) <= 0.03) for p, q in zip(s.p, s.q, strict=True)],
     ),
     Method("seq_sum_k1 0.5 to 1.5", _rejects("seq_sum_k1", "0.5_1.5"), lambda s: s.all(band(s.ratio, 0.5, 1.5))),
     Method("seq_mean_k1 0.7 to 1.2", _rejects("seq_mean_k1", "0.7_1.2"), lambda s: s.all(band(s.mean_ratio, 0.7, 1.2))),

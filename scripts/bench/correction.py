@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from in_turns import seconds_in_turns
+from interleaved import interleaved_seconds
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -107,7 +107,7 @@ def peak_bytes(candidate: Candidate) -> int:
 def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: bool) -> None:
     """One line for each case."""
     inputs = Inputs.random(rows, length)
-    read, plain = seconds_in_turns([inputs.read, inputs.plain_weights], 2 * rounds)
+    read, plain = interleaved_seconds([inputs.read, inputs.plain_weights], 2 * rounds)
     tokens, threads = f"{inputs.train.numel():,} positions", torch.get_num_threads()
     print(f"\n{rows} x {length} ({tokens}), float32, {threads} thread(s); read {read:.4f} s, plain weights {plain:.4f} s")
     print("| case | core, s | full, s | reads | verl, s | verl / core | verl / full | peak core | peak full | peak verl |")
@@ -115,7 +115,7 @@ def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: b
     for name, fields in CASES.items():
         candidates = [ours(inputs, fields, "core"), ours(inputs, fields, "full")]
         candidates += [theirs(inputs, fields)] if with_verl else []
-        core, full, *verl = seconds_in_turns(candidates, rounds, cold=cold)
+        core, full, *verl = interleaved_seconds(candidates, rounds, cold=cold)
         peaks = [f"{peak_bytes(candidate) / inputs.train.nbytes:.2f}" for candidate in candidates]
         compared = [f"{verl[0]:.3f}", f"{verl[0] / core:.1f}", f"{verl[0] / full:.1f}"] if verl else ["", "", ""]
         cells = [name, f"{core:.3f}", f"{full:.3f}", f"{core / read:.1f}", *compared, *peaks, *([] if verl else [""])]

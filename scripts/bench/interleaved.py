@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 
-def seconds_in_turns(candidates: Sequence[Callable[[], object]], rounds: int, *, cold: bool = False) -> list[float]:
+def interleaved_seconds(candidates: Sequence[Callable[[], object]], rounds: int, *, cold: bool = False) -> list[float]:
     """Median wall clock of each; the first round warms up.
 
     ``cold``: free memory goes back to the system before every call, as it has between two steps of a run; else a large
