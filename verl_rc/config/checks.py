@@ -1,4 +1,4 @@
-"""What must hold between keys, and of the folders they name, before anything starts."""
+"""Checks across configuration keys, and of the files and folders they name, before a run starts."""
 
 import argparse
 import errno
@@ -17,7 +17,7 @@ from verl_rc.config.run import RunConfig
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why nothing can be written to ``folder``; None when it can be, or could be made. Nothing is made."""
+    """The reason why ``folder`` cannot be written to or created; None when it can be. Creates nothing."""
     there = first_existing(folder)
     try:
         if not there.is_dir():
@@ -36,7 +36,7 @@ def first_existing(folder: Path) -> Path:
 
 
 def folder_problem(key: str, folder: str | None) -> str | None:
-    """What is wrong with the folder that ``key`` names for output, and what to do; None: nothing is."""
+    """The error message for an output folder that cannot be used; None when it can."""
     reason = None if folder is None else why_unwritable(Path(folder))
     if reason is None:
         return None
@@ -44,7 +44,7 @@ def folder_problem(key: str, folder: str | None) -> str | None:
 
 
 def output_folder(text: str) -> Path:
-    """The folder that a command-line argument names for output; for ``type=`` of ``argparse``."""
+    """Convert a command-line argument to a writable output folder; for ``type=`` of ``argparse``."""
     reason = why_unwritable(Path(text))
     if reason is not None:
         raise argparse.ArgumentTypeError(f"must be a folder that can be written to, got {text!r} ({reason}). Pass another one.")
@@ -68,7 +68,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise ``ConfigError`` when a path that the run reads from does not exist, or one for its output cannot be written to."""
+    """Raise ``ConfigError`` when an input path does not exist or an output path cannot be written to."""
     own_class = config.data.custom_cls.path  # which may find its data in its own way
     paths = {
         "data.train_files": config.data.train_files if own_class is None else [],
