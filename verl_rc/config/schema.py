@@ -110,7 +110,7 @@ def leads_to_leaf(schema: type[BaseModel], key: str) -> bool:
 
 
 def required_leaves(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The leaves without a default at or below ``key``."""
+    """The leaves without a default at or below ``path``; ``path`` itself when there are none."""
     section: type[BaseModel] | None = schema
     for part in path:
         section = section_of(section.model_fields[part].annotation) if section and part in section.model_fields else None

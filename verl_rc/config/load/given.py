@@ -1,4 +1,4 @@
-"""What was given, by files, groups and overrides, as a plain tree in the schema's keys alone; and what is wrong, in sentences."""
+"""Values given by files, groups and overrides as a plain tree of schema keys, and validation errors as sentences."""
 
 import contextlib
 import re
@@ -24,7 +24,7 @@ _INTEGER_BITS = 63
 
 
 def refuse_huge_numbers(given: Mapping[str, Any], prefix: str = "") -> None:
-    """Nothing that is counted here needs more than 64 bits, and what reads it may take no more."""
+    """Raise ``ConfigError`` for integers of more than 64 bits, which libraries that read them cannot hold."""
     for name, value in given.items():
         if isinstance(value, Mapping):
             refuse_huge_numbers(value, f"{prefix}{name}.")
@@ -35,7 +35,7 @@ def refuse_huge_numbers(given: Mapping[str, Any], prefix: str = "") -> None:
 
 
 def error_sentences(schema: type[BaseModel], error: ValidationError, given: Mapping[str, Any]) -> str:
-    """One line for each finding; what only follows from another finding is left out."""
+    """One line for each validation error, without errors that only follow from another one."""
     own = [item for item in error.errors() if not _follows_another(item, given)]
     return "\n".join(_explain(schema, item) for item in own or error.errors())
 
@@ -61,7 +61,7 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
 
 
 def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:
-    """Whether a finding is about a key that was not given, which has its wrong value from the key that it follows."""
+    """Whether an error is about a key that was not given and got its invalid value from another key."""
     key = ".".join(str(part) for part in item["loc"])
     value: Any = given
     for part in key.split("."):
@@ -70,7 +70,7 @@ def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:
 
 
 MISSING = "???"
-"""Hydra's mark of a value that is still to be given."""
+"""Hydra's mark of a required value that was not given."""
 
 _SET_BY_PRESETS = {leaf for preset in PRESETS.values() for leaf in preset.fields}
 
@@ -99,7 +99,7 @@ def combinations(schema: type[BaseModel], given: Namespace) -> list[list[str]]:
 
 @contextlib.contextmanager
 def composing(overrides: Sequence[str]) -> Iterator[None]:
-    """What Hydra, OmegaConf and the YAML reader raise about arguments and files becomes a ``ConfigError``."""
+    """Turn errors of Hydra, OmegaConf and the YAML reader into ``ConfigError``."""
     try:
         yield
     except ConfigError:
@@ -109,7 +109,7 @@ def composing(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def translated_tree(schema: type[BaseModel], tree: dict[str, Any]) -> TranslatedTree:
-    """A composed tree without verl's spellings and without the preset's name."""
+    """A composed tree with verl's keys translated and the preset applied; raises ``ConfigError`` for unknown keys."""
     translated = translate_tree(tree) if schema is RunConfig else TranslatedTree(tree, [])
     check_keys(schema, translated.tree)
     refuse_huge_numbers(translated.tree)
@@ -118,7 +118,7 @@ def translated_tree(schema: type[BaseModel], tree: dict[str, Any]) -> Translated
 
 
 def plain_tree(schema: type[BaseModel], composed: DictConfig, resolve: bool) -> dict[str, Any]:
-    """What was composed, without values that are still to be given; interpolations may name keys that were not."""
+    """The composed tree without missing required values; interpolations may refer to keys that were not given."""
     given = OmegaConf.to_container(composed)
     assert isinstance(given, dict)
     resolved: Any = given
@@ -138,7 +138,7 @@ def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[s
 
 
 def _refuse_preset_under_a_file(given: Mapping[str, Any], by_files: Mapping[str, Any]) -> None:
-    """Refuse a preset of the command line of which a file, such as the ``resolved_config.yaml`` of a run, would undo parts."""
+    """Refuse a preset on the command line when a file, such as a run's ``resolved_config.yaml``, would override parts of it."""
     leaves = {leaf: value for leaf, value in _correction_of(by_files).items() if leaf in _SET_BY_PRESETS}
     name = str(_correction_of(given).get("preset"))
     if not leaves or name not in PRESETS:

@@ -1,4 +1,4 @@
-"""verl's spellings of what this schema says in another way: moved keys, names of values, defaults that a recipe writes out."""
+"""Translating verl's keys and values to this schema: moved keys, renamed values, keys that repeat another one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MOVED = {
     "critic.fsdp": "critic.fsdp_config",
     "critic.model.fsdp_config": "critic.fsdp_config",
 }
-"""Keys and sections of verl, and where their values belong here; also those that verl itself reads no more."""
+"""Keys and sections of verl and their names in this schema; also keys that verl itself no longer reads."""
 
 VALUE_NAMES: dict[tuple[str, Any], Any] = {
     ("actor_rollout_ref.rollout.nnodes", 0): None,
@@ -28,16 +28,16 @@ VALUE_NAMES: dict[tuple[str, Any], Any] = {
     ("actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"): "broadcast",
     ("algorithm.filter_groups.max_num_gen_batches", -1): 0,
 }
-"""Values by their names in verl: (key of this schema, value) and what is written here."""
+"""Values that have another name in verl: (key of this schema, verl's value) to the value here."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A key of verl that another one decides here: it may be given as long as it says the same."""
+    """A key of verl whose value follows from other keys here: it is accepted when it agrees with them."""
 
     holds: Callable[[RunConfig, Any], bool]
     instead: str
-    """What must hold, and what to write instead."""
+    """An agreement with the value of one other key."""
 
 
 def _equal(read: Callable[[RunConfig], Any], source: str) -> Agreement:
@@ -82,7 +82,7 @@ AGREEMENTS = {
 
 @dataclass(frozen=True)
 class TranslatedTree:
-    """A tree in this schema's keys alone, and what the given keys of verl still demand of the whole configuration."""
+    """A tree of this schema's keys, and verl's keys that must agree with the whole configuration."""
 
     tree: dict[str, Any]
     demands: list[tuple[str, Any]]
@@ -101,16 +101,16 @@ class TranslatedTree:
 
 @dataclass(frozen=True)
 class TranslatedKey:
-    """What becomes of one given key."""
+    """The translation of one given key."""
 
     key: str
-    """Where its value belongs in this schema."""
+    """The key of this schema."""
     value: Any
-    """The value as it is written here."""
+    """The value in this schema."""
     problem: str | None = None
-    """Why it is refused, and what to write instead; None: it is not."""
+    """Why the key is refused, and what to write instead; None: it is not refused."""
     accepted: bool = False
-    """Whether it says what happens anyway, and is dropped."""
+    """Whether the key is dropped because its value is this project's behaviour anyway."""
 
 
 def refused_for(given: Sequence[str], reason: str) -> str:
@@ -124,7 +124,7 @@ def is_verl_key(key: str) -> bool:
 
 
 def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
-    """Where the value of ``key`` belongs according to ``names`` of keys and sections: the key itself unless it moved."""
+    """The new name of ``key`` according to ``names`` of keys and sections; the key itself unless it moved."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         target = names.get(".".join(parts[:length]))
@@ -134,7 +134,7 @@ def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
 
 
 def translate_key(given_key: str, given_value: Any, given: Mapping[str, Any]) -> TranslatedKey:
-    """What becomes of one key and its value beside all the ``given`` ones, by their dotted keys."""
+    """Translate one key and its value; ``given`` holds all given values by their dotted keys."""
     key = moved(given_key)
     value = given_value
     if isinstance(value, (str, int)) and not isinstance(value, bool):
@@ -152,7 +152,7 @@ def translate_key(given_key: str, given_value: Any, given: Mapping[str, Any]) ->
 
 
 def _is_on(section: str, refusal: Refusal, key: str, given: Mapping[str, Any]) -> bool:
-    """Whether the section of ``key`` is turned on, as far as it has a switch."""
+    """Whether the section of ``key`` is enabled; a section without a switch always is."""
     if refusal.switch is None:
         return True
     switch = refusal.switch if "." in refusal.switch else f"{section}.{refusal.switch}"
@@ -164,7 +164,7 @@ def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
 
 
 def translate_tree(given: Mapping[str, Any]) -> TranslatedTree:
-    """Rewrite a tree of given values in this schema's keys: moved ones go to their place, accepted defaults are dropped.
+    """Translate a tree of given values to this schema's keys: moved keys are renamed, accepted defaults are dropped.
 
     Raises ``ConfigError`` naming every key and value that is refused.
     """
