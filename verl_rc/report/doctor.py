@@ -1,4 +1,4 @@
-"""Preflight: whether a run can start here, before anything of it is started; its models, tokenizer, data and reward."""
+"""Preflight checks before a run starts: models, tokenizer, data and reward function."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -26,26 +26,26 @@ from verl_rc.report.preflight_machine import (
 from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_timeout
 
 SAMPLED_PROMPTS = 1000
-"""Prompts whose lengths are counted, spread over a file."""
+"""Number of prompts per file whose lengths are counted, evenly spaced."""
 SCORED_ROWS = 3
-"""Rows that the reward function is tried on."""
+"""Number of rows on which the reward function is tried."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _BINS = 10
 
 
 @dataclass
 class Inputs:
-    """What the checks found on the way, for those that come after."""
+    """Results of earlier checks that later checks use."""
 
     shapes: dict[str, ModelShape] = field(default_factory=dict)
-    """By model path; those that could be read."""
+    """Shapes of the readable models by path."""
     tokenizer: Any = None
     rows: list[PromptRow] = field(default_factory=list)
     """Some training prompts."""
 
 
 def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """Every model's ``config.json`` is one that transformers knows; fills ``inputs.shapes``."""
+    """Check that transformers can read every model's ``config.json``; fills ``inputs.shapes``."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     for path, trusted in model_paths(config).items():
         try:
@@ -67,7 +67,7 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 
 
 def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """The tokenizer has a chat template and an end token, and its ids fit the model; fills ``inputs.tokenizer``."""
+    """Check that the tokenizer has a chat template and an EOS token and fits the model; fills ``inputs.tokenizer``."""
     path = config.actor_rollout_ref.model.path
     if path not in inputs.shapes and not Path(path).expanduser().is_dir():
         yield Finding("note", "tokenizer", f"not looked at: there is no model {path}")
@@ -93,7 +93,7 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 
 
 def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """Files have their columns, prompts fit, and there are enough of them; fills ``inputs.rows``."""
+    """Check columns, prompt lengths and the number of prompts of the data files; fills ``inputs.rows``."""
     if inputs.tokenizer is None:
         yield Finding("note", "data", "not looked at: there is no tokenizer")
         return
@@ -122,7 +122,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 
 
 def _steps(config: RunConfig, prompts: int) -> str:
-    """How far training prompts reach, where one pass over the files is one epoch and a step draws one batch."""
+    """The number of steps that the prompts suffice for, in words; empty where it is unknown (mixture, dynamic sampling)."""
     trainer, drawn = config.trainer, config.data.prompts_per_draw
     if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < drawn:
         return ""
@@ -181,7 +181,7 @@ def _histogram(lengths: Sequence[int]) -> str:
 
 
 def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """The reward function scores a ground truth and an empty response of some rows, in a process where a run would use one."""
+    """Check that the reward function scores a ground truth and an empty response, in a process where a run would use one."""
     own = config.reward.custom_reward_function
     if not inputs.rows and own.path is None:
         yield Finding("note", "reward", "not tried: there are no rows")
@@ -236,8 +236,8 @@ def _first_line(error: Exception) -> str:
 
 
 def examine(config: RunConfig) -> Iterator[Finding]:
-    """Every check of a valid configuration, cheap ones first. Loads no weights, starts at most a process for the
-    reward function, writes nothing that stays."""
+    """Run every check on a valid configuration, cheap ones first. Loads no weights, starts at most a process for the reward
+    function, leaves no files behind."""
     folder, inputs = Path(str(config.trainer.default_local_dir)), Inputs()
     yield from check_packages()
     yield from check_devices(config)

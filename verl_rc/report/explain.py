@@ -1,4 +1,4 @@
-"""A configuration in words: the objective with the source of every symbol, the step, the arithmetic, what has no effect."""
+"""A configuration in words: the objective with the source of every symbol, the step, the batch sizes, unused options."""
 
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ _WIDTH = 118
 _NAME_WIDTH = 12
 
 Row = tuple[str, str]
-"""A symbol or name, and what it means here."""
+"""A symbol or name, and its meaning."""
 
 _WEIGHTS = {
     "token": "the token's own ratio",
@@ -32,13 +32,13 @@ def write_plan(config: RunConfig, folder: Path) -> Path:
 
 
 def add_to_plan(folder: Path, title: str, line: str) -> None:
-    """Add a section to the plan that ``write_plan`` wrote: what only the started run knows."""
+    """Append a section to ``plan.txt`` with facts that are known only once the run has started."""
     with (folder / PLAN_FILE).open("a", encoding="utf-8") as plan:
         plan.write(f"\n{title}\n  {line}\n")
 
 
 def plan_text(config: RunConfig) -> str:
-    """What a valid configuration will do, for people. Reads no file, starts nothing."""
+    """The plan of a valid configuration as text. Reads no file, starts no process."""
     plan = plan_of(config)
     sections = {
         "Objective (minimised, once per mini-batch)": _objective(config, plan),
@@ -287,7 +287,7 @@ def _table(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _wrapped(start: str, text: str) -> list[str]:
-    """``text`` behind ``start``, cut at words; further lines are indented below its first."""
+    """``text`` after ``start``, wrapped at words; further lines are indented below the first."""
     indent = start if not start.strip() else " " * len(start)
     further = indent + ("  " if not start.strip() else "")
     return textwrap.wrap(

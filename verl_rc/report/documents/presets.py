@@ -28,7 +28,7 @@ def render() -> str:
 
 
 def effective_overrides(name: str) -> str:
-    """What a preset decides, as overrides."""
+    """The effective fields of a preset as overrides."""
     decided = RolloutCorrectionConfig.from_preset(name).effective_fields()
     return f"`{' '.join(f'{field}={value}' for field, value in decided.items())}`" if decided else "none"
 

@@ -1,4 +1,4 @@
-"""What a configuration will do: facts about the objective, the batch and the step, before anything runs. Pure."""
+"""The plan of a run derived from its configuration: objective, batch sizes, stages of a step, unused options. Pure."""
 
 from dataclasses import dataclass
 
@@ -32,9 +32,9 @@ class Plan:
     sizes: BatchArithmetic
     phases: tuple[Phase, ...]
     unused: tuple[UnusedOption, ...]
-    """Options that change nothing that is trained on."""
+    """Options without effect on training."""
     warnings: tuple[str, ...]
-    """What is allowed and hardly meant."""
+    """Warnings about combinations that are allowed but probably unintended."""
 
 
 def plan_of(config: RunConfig) -> Plan:

@@ -1,4 +1,4 @@
-"""Options that a configuration accepts and that change nothing in it, and combinations that are hardly meant."""
+"""Options without effect under a configuration, and warnings about probably unintended combinations."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ _GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
 
 Unread = tuple[bool, Sequence[str], str]
-"""Whether some keys are unread, the keys, and the reason."""
+"""Whether the keys are unused, the keys, and the reason."""
 
 
 @dataclass(frozen=True)
 class UnusedOption:
-    """A key that changes nothing that is trained on."""
+    """A key without effect on training."""
 
     key: str
     """A leaf, or a whole section as ``section.*``."""
     reason: str
     is_changed: bool
-    """It was given another value than its default, so that somebody expects something of it."""
+    """Whether it was set to another value than its default, so that the user expects an effect."""
     metrics_only: bool = False
-    """It changes what is reported."""
+    """Whether it affects metrics."""
 
 
 def unused_options(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> tuple[UnusedOption, ...]:
@@ -42,7 +42,7 @@ def unused_options(config: RunConfig, policy: PolicyPlan, advantages: AdvantageP
 
 
 def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[str, ...]:
-    """What is allowed and hardly meant: what it is, and what to do."""
+    """Warnings about allowed but probably unintended combinations, each with a remedy."""
     return tuple(_warnings(config, policy, sizes))
 
 
