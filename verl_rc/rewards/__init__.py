@@ -1,4 +1,4 @@
-"""From text to score, pure functions: rule-based scorers, the user's own, and which one a row gets."""
+"""Scoring response texts: built-in scorers, reward functions of the user's own, and the choice between them. Pure functions."""
 
 from verl_rc.rewards.dispatch import (
     build_reward,

@@ -1,6 +1,6 @@
-"""The inside of a reward process: it loads the reward function once and scores one sample after the other.
+"""The main function of a reward process, which loads the reward function once and scores samples in sequence.
 
-Its first command-line argument is the file descriptor of its end of the connection to the driver.
+Its first command-line argument is the file descriptor of its connection to the driver.
 """
 
 import math
@@ -23,19 +23,19 @@ _GRACE_SECONDS = 5
 
 @dataclass(frozen=True)
 class Ready:
-    """The first answer of a process whose reward function is loaded."""
+    """First answer of a process that has loaded the reward function."""
 
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """The first answer of a process that cannot load it."""
+    """First answer of a process that cannot load the reward function."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The answer for a sample that could not be scored."""
+    """Answer for a sample that could not be scored."""
 
     reason: str
 
