@@ -1,4 +1,4 @@
-"""Advantages from comparing the answers to one prompt: a baseline per group, or per position of a group."""
+"""Group-relative advantage estimators: a baseline per group of responses to one prompt, or per position of a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STD_EPSILON = 1e-6
 
 
 def row_scores(inputs: AdvantageInputs) -> Tensor:
-    """Adds up each row's rewards, wherever in the row they stand: [B], float64, in units of reward.
+    """Sums each row's rewards over all positions: [B], float64, in units of reward.
 
     Rewards outside the response (a score written on a tool's output) count; NaN and infinities there do not.
     """
@@ -32,7 +32,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (GRPO, arXiv:2402.03300); without the division, Dr. GRPO (arXiv:2503.20783).
 
     A = (s − mean_g) / (std_g + 1e-6) on every response token, with n − 1 in the standard deviation; without
-    `norm_adv_by_std_in_grpo`, A = s − mean_g. The only row of a group has A = s: there is nothing to compare it with.
+    `norm_adv_by_std_in_grpo`, A = s − mean_g. The only row of a group has A = s, because it has no baseline.
 
     Returns:
         Advantages and returns, equal, [B, T].
@@ -160,7 +160,7 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def _leave_one_out(groups: Groups, scores: Tensor, alone: Tensor) -> Tensor:
-    """Scores minus the mean of the others in their group; `alone` where there are no others."""
+    """Scores minus the mean of the other scores of their group; `alone` for the only row of a group."""
     sizes = groups.sizes(scores.dtype)
     left_out = (scores - groups.means(scores)) * sizes / (sizes - 1).clamp(min=1)
     return left_out.where(sizes > 1, alone)
@@ -178,7 +178,7 @@ def _normalised(groups: Groups, scores: Tensor) -> Tensor:
 
 
 def _broadcast_over_tokens(row_advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Writes each row's advantage [B] on its response tokens; returns equal advantages."""
+    """Broadcasts each row's advantage [B] to its response tokens; returns equal advantages."""
     per_row = row_advantages.to(inputs.token_level_rewards.dtype).unsqueeze(-1)
     advantages = torch.where(inputs.response_mask, per_row, 0)
     return advantages, advantages
