@@ -1,4 +1,4 @@
-"""Several samples of each prompt: their mean and spread, and the expected best, worst and majority of n of them."""
+"""Statistics of several samples per prompt: mean, standard deviation, and the expected best, worst and majority of n."""
 
 import math
 from collections import Counter, defaultdict
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_EXACT_VOTE = 64
-"""Samples of a prompt up to which majority votes are worked out; above, they are estimated from ``SIMULATED_VOTES`` votes."""
+"""Largest number of samples of a prompt for exact majority votes; above it, ``SIMULATED_VOTES`` votes estimate them."""
 SIMULATED_VOTES = 1000
 """Votes drawn for that estimate."""
 VOTE_SEED = 42
@@ -20,14 +20,14 @@ VOTE_SEED = 42
 
 @dataclass(frozen=True)
 class Sample:
-    """What is known of one sample of a prompt."""
+    """One sample of a prompt."""
 
     prompt: Hashable
     """Which prompt it answers; samples of one prompt need not be adjacent."""
     value: float
     """Finite."""
     answer: str | None = None
-    """What it votes for; None, no answer, is a vote like any other."""
+    """The answer it votes for; None (no answer) is a vote too."""
 
 
 class Moments(NamedTuple):
@@ -57,7 +57,7 @@ def summarise_samples(samples: Iterable[Sample], samples_per_prompt: int) -> dic
 
 
 def draw_sizes(samples_per_prompt: int) -> list[int]:
-    """The n of ``best@n`` and its like: 2, 4, 8, ... below N, then N itself; none for N = 1."""
+    """The n of ``best@n``, ``worst@n`` and ``maj@n``: 2, 4, 8, ... below N, then N itself; none for N = 1."""
     sizes = {1 << exponent for exponent in range(samples_per_prompt.bit_length())} | {samples_per_prompt}
     return sorted(sizes - {1})
 
@@ -126,7 +126,7 @@ def _unbiased_std(values: Sequence[float]) -> float:
 
 
 def _last_drawn(ordered: Sequence[float], draws: int) -> Moments:
-    """Moments of the value that comes last in ``ordered`` among those drawn."""
+    """Moments of the last value in ``ordered`` that is drawn."""
     within = [(rank / len(ordered)) ** draws for rank in range(len(ordered) + 1)]
     return _moments(ordered, [within[rank + 1] - within[rank] for rank in range(len(ordered))])
 
