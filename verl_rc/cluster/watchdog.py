@@ -1,4 +1,4 @@
-"""No wait for ever: how long the driver waits for its processes, what is written down when that is over, and ending them all."""
+"""The watchdog: time limits of the driver's waits, reports about processes that do not answer, and killing all processes."""
 
 import time
 import traceback
@@ -25,34 +25,34 @@ from verl_rc.cluster.hang_report import (
 )
 
 _LOOK_SECONDS = 30.0
-"""How long looking into the processes of other nodes may take."""
+"""Time limit for inspecting processes of other nodes."""
 _IDENTITY_SECONDS = 1.0
 
 
 class WatchedProcess(Protocol):
-    """A process as the watchdog sees it."""
+    """The interface of a process to the watchdog."""
 
     name: str
     identity: "ray.ObjectRef[Any]"
-    """On its way since the process was started: a process that hangs could not give it."""
+    """Requested when the process was started, because a hanging process could not answer."""
     last_answer: tuple[str, float] | None
-    """What it answered last, and when, in seconds of ``time.monotonic``; None: nothing yet."""
+    """The last answered call and its ``time.monotonic`` in seconds; None before the first answer."""
 
 
 class Watchdog:
-    """Limits every wait for remote processes, looks into those that are silent, and can end all of them."""
+    """Limits every wait for remote processes, inspects those that do not answer, and can kill all of them."""
 
     def __init__(self) -> None:
         self._processes: WeakSet[Any] = WeakSet()
         self.limit_seconds: float | None = None
-        """Longest wait that has no limit of its own; None: for ever."""
+        """Limit of waits without one of their own; None: unlimited."""
         self._folder: Path | None = None
 
     @contextmanager
     def watching(self, limit_seconds: float, folder: Path) -> Iterator[None]:
-        """Inside, waits end after ``limit_seconds`` and reports are written to ``folder``.
+        """Context in which waits end after ``limit_seconds`` and reports are written to ``folder``.
 
-        An error inside kills all processes: one that hangs would not hear it when it is asked to end.
+        An error inside kills all processes, because a hanging process would not react to a request to end.
         """
         self.limit_seconds, self._folder = limit_seconds, folder
         try:
@@ -66,11 +66,11 @@ class Watchdog:
             self.limit_seconds, self._folder = None, None
 
     def add(self, process: WatchedProcess) -> None:
-        """Watch a process as long as somebody holds it."""
+        """Watch a process as long as a reference to it exists."""
         self._processes.add(process)
 
     def forget_all(self) -> None:
-        """Watch none of those known so far: a new Ray session begins, and it cannot be asked for processes of an earlier one."""
+        """Stop watching all processes; a new Ray session cannot reach processes of an earlier one."""
         self._processes.clear()
 
     def report(
@@ -92,7 +92,7 @@ class Watchdog:
         return f"{summary(wait)}\nTheir Python stacks are in {path}."
 
     def end_all(self) -> None:
-        """Kill every process that is left, on whatever node, also one that is stopped."""
+        """Kill every remaining process on every node, also stopped ones."""
         for process in list(self._processes):
             end_process(process)
 
@@ -102,7 +102,7 @@ WATCHDOG = Watchdog()
 
 
 def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessState]:
-    """What can be seen of each process from its node, by ``id`` of the process."""
+    """The state of each process, inspected on its node, by ``id`` of the process."""
     states, elsewhere = {}, {}
     for process in processes:
         identity = identity_of(process)
@@ -122,7 +122,7 @@ def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessS
 
 
 def end_process(process: WatchedProcess) -> None:
-    """Kill a process where it is; does nothing when it has not started, or its node is gone."""
+    """Kill a process on its node; does nothing when it has not started or its node is gone."""
     identity = identity_of(process)
     if identity is None:
         return
@@ -134,7 +134,7 @@ def end_process(process: WatchedProcess) -> None:
 
 
 def identity_of(process: WatchedProcess) -> ProcessIdentity | None:
-    """Where a process is; None when it has not started."""
+    """The identity of a process; None when it has not started."""
     try:
         identity: ProcessIdentity = ray.get(process.identity, timeout=_IDENTITY_SECONDS)
     except RayError:
