@@ -37,7 +37,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     missing = [name for name in ("chat_template", "eos_token") if not getattr(tokenizer, name)]
     if missing:
         raise ValueError(
-            f"a tokenizer must have a chat template and an end token, but {path!r} lacks {' and '.join(missing)}. "
+            f"a tokenizer must have a chat template and an EOS token, but {path!r} lacks {' and '.join(missing)}. "
             "Add them to its tokenizer_config.json, or take the instruction-tuned variant of the model."
         )
     if tokenizer.pad_token_id is None:
@@ -113,8 +113,8 @@ class ToolTurnEncoder:
         ends = [index for index, token_id in enumerate(before) if token_id == tokenizer.eos_token_id]
         if not ends:
             raise ValueError(
-                "for tools the chat template must end an assistant's turn with the end token, but it renders "
-                f"{tokenizer.decode(before)!r}. Change the tokenizer's chat template or end token."
+                "for tools the chat template must end an assistant's turn with the EOS token, but it renders "
+                f"{tokenizer.decode(before)!r}. Change the tokenizer's chat template or EOS token."
             )
         self._before = before[: ends[-1] + 1]
 
