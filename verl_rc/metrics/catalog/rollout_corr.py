@@ -134,4 +134,4 @@ ROLLOUT_CORR = (
     *(MetricSpec(f"rollout_corr/{name}", "1", text, healthy, "correction") for name, text, healthy in _OUTCOME),
     *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _FULL),
 )
-"""Entries of this room."""
+"""Entries of this section."""
