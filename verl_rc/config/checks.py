@@ -366,8 +366,8 @@ def _devices(config: RunConfig) -> Iterator[str]:
     rollout, shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
     if shared and config.num_engine_devices != config.num_ranks:
         yield (
-            f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's devices, of which there are "
-            f"{config.num_ranks}, but actor_rollout_ref.rollout.nnodes x actor_rollout_ref.rollout.n_gpus_per_node = "
+            f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's "
+            f"{config.num_ranks} devices, but actor_rollout_ref.rollout.nnodes x actor_rollout_ref.rollout.n_gpus_per_node = "
             f"{config.num_engine_devices} were asked for. "
             "Drop these keys, or pass actor_rollout_ref.hybrid_engine=False for devices of their own."
         )

@@ -124,7 +124,7 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {error}") from error
+        raise ValueError(f"{where} is not JSON: {error}") from error
 
 
 def _table_of(records: Any, unit: str) -> pa.Table:

@@ -70,7 +70,7 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     """Check that the tokenizer has a chat template and an EOS token and fits the model; fills ``inputs.tokenizer``."""
     path = config.actor_rollout_ref.model.path
     if path not in inputs.shapes and not Path(path).expanduser().is_dir():
-        yield Finding("note", "tokenizer", f"not looked at: there is no model {path}")
+        yield Finding("note", "tokenizer", f"not checked: there is no model {path}")
         return
     try:
         tokenizer = load_tokenizer(path, config.data.trust_remote_code)
@@ -95,7 +95,7 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     """Check columns, prompt lengths and the number of prompts of the data files; fills ``inputs.rows``."""
     if inputs.tokenizer is None:
-        yield Finding("note", "data", "not looked at: there is no tokenizer")
+        yield Finding("note", "data", "not checked: there is no tokenizer")
         return
     wanted = {"data.train_files": (config.data.train_files, config.data.train_batch_size, config.data.train_max_samples)}
     wanted["data.val_files"] = (config.data.val_files, 1, config.data.val_max_samples)

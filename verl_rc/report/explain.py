@@ -82,7 +82,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "π_roll",
             "rollout policy: the engine, as it reported the log-prob of each token it sampled (rollout_log_probs); constant",
         )
-    yield "A", "advantage (advantages); constant, from response_mask, whatever is rejected"
+    yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
     yield from _weight_symbols(config.algorithm.rollout_correction, plan)
     if policy.entropy_coeff:
         yield "H(π)", "entropy of the current policy at each token (entropys); carries a gradient"
@@ -192,7 +192,7 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     if advantages.spec is not None:
         rows.insert(1, ("A", f"{advantages.spec.formula}    ({advantages.spec.source})"))
     if advantages.excludes_rejected:
-        rows.append(("", "rows of which rejection keeps nothing do not count in it"))
+        rows.append(("", "fully rejected rows do not count in it"))
     reward = "outcome score at the last response token"
     if advantages.reward_kl:
         weight = f"{algorithm.kl_ctrl.kl_coef:g} ({algorithm.kl_ctrl.type})"

@@ -99,7 +99,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
     processes = f"{roles} role(s) x {config.num_ranks} rank(s) + {engines} engine(s) = {config.num_processes} processes"
     address = config.ray_kwargs.ray_init.address
     if address is not None:
-        yield Finding("note", "devices", f"{processes} on the cluster at {address}, which is not looked at")
+        yield Finding("note", "devices", f"{processes} on the cluster at {address}, which is not checked")
         return
     if config.trainer.nnodes > 1:
         yield Finding(
@@ -133,7 +133,7 @@ def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
     yield Finding.from_condition(
         needed <= found,
         "cores",
-        f"{found}; {processes}, of which ranks compute together and engines do",
+        f"{found}; {processes}; ranks compute at the same time, and so do engines",
         f"{needed} cores must be there: one for each rank of a role, and one for each engine device",
         "lower trainer.n_gpus_per_node (on a CPU it means trainer ranks) and rollout.n_gpus_per_node",
     )

@@ -176,7 +176,7 @@ def test_a_condition_that_holds_or_not(holds: bool, expected: list[str]) -> None
 
 
 def test_a_note_is_one_line() -> None:
-    assert Finding("note", "data", "not looked at").lines() == ["note  data: not looked at"]
+    assert Finding("note", "data", "not checked").lines() == ["note  data: not checked"]
 
 
 def test_the_verdict_counts() -> None:

@@ -108,7 +108,7 @@ REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
         "the policy reads the exception and goes on",
         "`ToolError` is what the policy reads; any other exception ends the run",
     ),
-    "a call that is no JSON": ("ignored", "answered with what is wrong"),
+    "a call that is not JSON": ("ignored", "answered with what is wrong"),
     "the limit of a tool's answer": ("of its result", "of errors as well"),
 }
 """What verl does, and what happens here."""

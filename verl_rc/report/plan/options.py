@@ -47,12 +47,12 @@ def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -
 
 
 def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
-    rooms = {
+    reasons = {
         f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
         "algorithm.": _unused_by_advantages(config, advantages),
         "": _unused_by_roles(config),
     }
-    for prefix, rows in rooms.items():
+    for prefix, rows in reasons.items():
         for is_unread, keys, reason in rows:
             if is_unread:
                 yield from ((prefix + key, reason) for key in keys)
