@@ -38,7 +38,7 @@ CASES: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a correction is computed from, ``[rows, length]``."""
+    """The inputs of a correction, ``[rows, length]``."""
 
     train: Tensor
     rollout: Tensor
@@ -53,11 +53,11 @@ class Inputs:
         return cls(rollout + 0.05 * torch.randn(rows, length, generator=generator), rollout, mask)
 
     def read(self) -> Tensor:
-        """The least that anything does that looks at all of it."""
+        """Read all inputs once: a lower bound for every candidate."""
         return self.train.sum() + self.rollout.sum() + self.mask.sum()
 
     def plain_weights(self) -> Tensor:
-        """``min(exp(l), 2)`` and its mean: the least that gives token weights."""
+        """``min(exp(l), 2)`` and its mean: a lower bound for token weights."""
         weights = (self.train - self.rollout).clamp(-20, 20).exp().clamp_max(2.0) * self.mask
         weights.sum() / self.mask.sum()
         return weights
@@ -78,7 +78,7 @@ def ours(inputs: Inputs, fields: Mapping[str, object], diagnostics: str) -> Cand
 
 
 def theirs(inputs: Inputs, fields: Mapping[str, object]) -> Candidate:
-    """The same of verl, which keeps its mask in floating point."""
+    """verl's weights, mask and metrics; its mask is a floating-point tensor."""
     from verl.trainer.ppo.rollout_corr_helper import (  # not a dependency: found on --verl
         compute_rollout_correction_and_rejection_mask,
     )
@@ -88,7 +88,7 @@ def theirs(inputs: Inputs, fields: Mapping[str, object]) -> Candidate:
 
 
 def peak_bytes(candidate: Candidate) -> int:
-    """Most bytes of tensors and arrays alive at once that the call allocated, its results included."""
+    """Peak bytes of tensors and arrays that the call allocated, including its results."""
     tracemalloc.start()  # NumPy's arrays
     candidate()
     arrays = tracemalloc.get_traced_memory()[1]

@@ -150,7 +150,7 @@ def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> No
     if missing:
         raise RemoteError(
             f"{len(missing)} of {len(waiting)} groups of processes found no free place within {timeout_seconds:.0f} s. The "
-            f"cluster has {_shown(ray.cluster_resources())}, of which {_shown(ray.available_resources())} are free: other jobs "
+            f"cluster has {_shown(ray.cluster_resources())} and {_shown(ray.available_resources())} free: other jobs "
             "hold the rest. Stop them, ask for less, or raise trainer.ready_timeout_seconds."
         )
 

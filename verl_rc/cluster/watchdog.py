@@ -57,7 +57,7 @@ class Watchdog:
         self.limit_seconds, self._folder = limit_seconds, folder
         try:
             yield
-        except SystemExit:  # somebody asked the run to end, and nothing is wrong with it
+        except SystemExit:  # a requested end (a signal), not a failure
             raise
         except BaseException:
             self.end_all()

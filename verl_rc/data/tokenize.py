@@ -87,7 +87,7 @@ def encode_messages(
         token_ids: list[int] = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=True, return_dict=False, **(template_arguments or {})
         )
-    except Exception as error:  # whatever the template's own code raises
+    except Exception as error:  # a template's code may raise any exception
         raise ValueError(
             f"the chat template must render {reprlib.repr(messages)}, but raised {type(error).__name__}: {error}. Change the "
             "messages, data.apply_chat_template_kwargs, or the tokenizer's template."

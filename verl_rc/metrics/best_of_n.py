@@ -42,7 +42,7 @@ def summarise_samples(samples: Iterable[Sample], samples_per_prompt: int) -> dic
 
     With N = ``samples_per_prompt``: ``mean@N`` and, for N > 1, ``std@N`` (root of the unbiased variance, N - 1 in the
     denominator; 0 for a single value) and ``{best,worst,maj}@n/{mean,std}`` for every n of ``draw_sizes(N)``. ``maj`` is
-    left out when no sample has an answer. A prompt of which fewer than N samples are given is judged by those. Sums are
+    left out when no sample has an answer. A prompt with fewer than N samples is judged by those. Sums are
     exact: the order of the samples does not matter. Without samples the result is empty.
     """
     by_prompt: dict[Hashable, list[Sample]] = defaultdict(list)
