@@ -41,7 +41,7 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
     return 1000 * (time.process_time() - started) / repeats
 
 
-def books(mask: torch.Tensor) -> None:
+def ledger_work(mask: torch.Tensor) -> None:
     """The ledger's work in a step with eight mini-batches: three counts of tokens, two comparisons of masks."""
     ledger, count = Ledger(), int(torch.count_nonzero(mask))
     ledger.sampled(count, prompts=len(mask) // 8)
@@ -61,7 +61,7 @@ def costs_of(rows: int, prompt: int, response: int) -> list[float]:
     return [
         milliseconds(lambda: fingerprints(tokens, mask)),
         milliseconds(lambda: require_sampled_tokens(expected, tokens, mask)),
-        milliseconds(lambda: books(mask)),
+        milliseconds(lambda: ledger_work(mask)),
         milliseconds(lambda: watch.observed(scores, 5).collapse(5, 0.5)),
     ]
 

@@ -224,7 +224,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return ready
 
 
-def test_what_is_written_is_what_was_saved_whatever_is_learned_meanwhile(tmp_path: Path, disk: threading.Event) -> None:
+def test_later_training_does_not_change_what_is_written(tmp_path: Path, disk: threading.Event) -> None:
     writer, learner = BackgroundWriter(pin_memory=False), Learner(1).train(3)
     assert writer.is_finished(wait=True)
     learner.start(writer, tmp_path / "actor")
@@ -265,7 +265,7 @@ def wait_for(writer: BackgroundWriter) -> bool:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_failure_is_told_once_and_is_the_one_of_a_save_that_is_waited_for(
+def test_a_failure_is_raised_once_by_the_save_that_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
     def full(*arguments: object) -> None:

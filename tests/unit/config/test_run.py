@@ -44,7 +44,7 @@ def test_the_tree_is_frozen_and_closed() -> None:
         RunConfig.model_validate({**GIVEN, "surplus": 1})
 
 
-def test_nobody_brings_code_by_default(tmp_path: Path) -> None:
+def test_no_model_brings_code_by_default(tmp_path: Path) -> None:
     assert remote_code_keys(small_run_config(tmp_path, "algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=True")) == {}
 
 

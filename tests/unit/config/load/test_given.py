@@ -20,7 +20,7 @@ def prepared(*overrides: str, options: tuple[str, ...] = ()) -> Prepared:
     return prepare(RunConfig, Composer(parse(options), has_groups=True), overrides)
 
 
-def test_groups_and_keys_are_told_apart(tmp_path: Path) -> None:
+def test_groups_and_keys_are_distinguished(tmp_path: Path) -> None:
     found = prepared("trainer.seed=1", "task=digits", "+data.shuffle=False", "hydra.searchpath=[a]", "~trainer.nnodes", "~model")
     assert found.of_files == ["hydra.searchpath=[a]", "task=digits", "~model"]
     assert found.keys == ["++trainer.seed=1", "++data.shuffle=False", "~trainer.nnodes"]

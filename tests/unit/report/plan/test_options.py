@@ -133,7 +133,7 @@ def option(plan: Plan, key: str) -> UnusedOption:
     return found
 
 
-def test_what_somebody_set_is_told_from_defaults() -> None:
+def test_options_that_were_set_are_distinguished_from_defaults() -> None:
     plan = plan_of(config_of({f"{ALGORITHM}.lam": 0.95, "critic.optim.lr": 1e-4}))
     assert option(plan, f"{ALGORITHM}.lam").is_changed
     assert option(plan, "critic.*").is_changed
@@ -142,7 +142,7 @@ def test_what_somebody_set_is_told_from_defaults() -> None:
     assert not option(plan_of(config_of({})), f"{ACTOR}.loss_scale_factor").is_changed
 
 
-def test_reported_options_are_told_from_unread_ones() -> None:
+def test_reported_options_are_distinguished_from_unused_ones() -> None:
     plan = plan_of(config_of({**BYPASS, **TOKEN_WEIGHTS}))
     assert option(plan, f"{CORRECTION}.rollout_is").metrics_only
     assert not option(plan, f"{ALGORITHM}.lam").metrics_only

@@ -154,7 +154,7 @@ def test_adapters_need_no_reference_of_their_own() -> None:
     assert named(plan_of(config_of(adapters)))["ref"].role == "actor without its adapters"
 
 
-def test_a_warm_up_is_told() -> None:
+def test_a_warm_up_is_in_the_plan() -> None:
     phases = named(plan_of(config_of({**GAE, f"{TRAINER}.critic_warmup": 5})))
     assert phases["update_actor"].every == "from step 5"
     assert phases["update_critic"].every == ""
