@@ -23,10 +23,10 @@ END = 0
 MAX_TOKENS = 3
 STATES = [prefix for n in range(MAX_TOKENS) for prefix in itertools.product(range(1, VOCABULARY), repeat=n)]
 UNCAPPED = 4.9e8
-"""Larger than any weight: log-weights are bounded by 20."""
+"""A bound above every weight, because log-weights are clamped to 20."""
 
 EXACT = 1e-12
-"""Relative biases up to this are rounding."""
+"""Relative biases up to this are rounding errors."""
 TOLERANCE = 1e-9
 
 Gradient = list[float]
@@ -35,7 +35,7 @@ Correct = Callable[..., CorrectionResult]
 
 @dataclass(frozen=True)
 class Response:
-    """One of the responses that can be sampled, with everything that is known about it."""
+    """One possible response, with its probabilities under both policies."""
 
     tokens: tuple[int, ...]
     p: list[float]
@@ -89,7 +89,7 @@ def make_problem(seed: int, gap: float) -> Problem:
 
 
 def all_responses() -> Iterator[tuple[int, ...]]:
-    """Everything a policy can say: up to ``MAX_TOKENS`` tokens, none after ``END``."""
+    """All possible responses: up to ``MAX_TOKENS`` tokens, none after ``END``."""
     for prefix in STATES:
         last = len(prefix) == MAX_TOKENS - 1
         yield from ((*prefix, token) for token in range(VOCABULARY) if last or token == END)
@@ -107,7 +107,7 @@ def softmax(logits: Sequence[float]) -> list[float]:
 
 
 def outcome_advantages(problem: Problem) -> list[list[float]]:
-    """Every token of a sequence gets its score: REINFORCE without a baseline."""
+    """Each token's advantage is the score of its sequence: REINFORCE without a baseline."""
     return [response.all(response.score) for response in problem.responses]
 
 
@@ -245,8 +245,8 @@ def k3(ratio: float) -> float:
     return ratio - 1 - math.log(ratio)
 
 
-def coin_kl(first: float, second: float) -> float:
-    """KL divergence of two coins."""
+def binary_kl(first: float, second: float) -> float:
+    """KL divergence of two Bernoulli distributions."""
     return first * math.log(first / second) + (1 - first) * math.log((1 - first) / (1 - second))
 
 
@@ -291,7 +291,7 @@ METHODS = (
     Method(
         "token_bkl up to 0.03",
         _rejects("token_bkl", 0.03),
-        lambda s: [float(coin_kl(q, p) <= 0.03) for p, q in zip(s.p, s.q, strict=True)],
+        lambda s: [float(binary_kl(q, p) <= 0.03) for p, q in zip(s.p, s.q, strict=True)],
     ),
     Method("seq_sum_k1 0.5 to 1.5", _rejects("seq_sum_k1", "0.5_1.5"), lambda s: s.all(band(s.ratio, 0.5, 1.5))),
     Method("seq_mean_k1 0.7 to 1.2", _rejects("seq_mean_k1", "0.7_1.2"), lambda s: s.all(band(s.mean_ratio, 0.7, 1.2))),

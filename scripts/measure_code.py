@@ -1,4 +1,4 @@
-"""Numbers about the package's house, a column for each checkout: python scripts/measure_code.py [CHECKOUT ...]
+"""Code metrics of the package, a column for each checkout: python scripts/measure_code.py [CHECKOUT ...]
 
 Only the standard library is needed, so that an older checkout can be measured without installing it.
 """
@@ -79,13 +79,13 @@ class Package:
         return sum(node.type is None or ast.unparse(node.type) in ("Exception", "BaseException") for node in handlers)
 
     def files_that_name(self, name: str) -> list[Path]:
-        """Files in which ``name`` stands as a word."""
+        """Files that contain ``name`` as a word."""
         word = re.compile(rf"(?<![\w/]){re.escape(name)}(?![\w/])")
         return [path for path, text in self.texts.items() if word.search(text)]
 
     @property
     def repeated_percent(self) -> float:
-        """Share of code lines in a stretch of eight that stands in two places; no docstrings, comments or imports."""
+        """Percentage of code lines inside a window of eight lines that occurs twice; no docstrings, comments or imports."""
         places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
         total = 0
         for path, tree in self.trees.items():

@@ -199,7 +199,7 @@ def _presets(given: argparse.Namespace) -> int:
     except ValueError as error:
         return _refuse("presets", error)
     for name, config in configs.items():
-        decided = ", ".join(f"{field}={value}" for field, value in config.decided_fields().items())
+        decided = ", ".join(f"{field}={value}" for field, value in config.effective_fields().items())
         sys.stdout.write(f"{name}: {decided or 'measures only'}\n")
         sys.stdout.write(f"    {PRESETS[name].summary} ({PRESETS[name].origin})\n")
     return 0

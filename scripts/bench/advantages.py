@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from in_turns import seconds_in_turns
+from interleaved import interleaved_seconds
 from torch import Tensor
 
 from verl_rc.advantage import compute_advantages
@@ -46,7 +46,7 @@ class Inputs:
         return cls(rewards, values, mask, [row // GROUP_SIZE for row in range(rows)])
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Look at everything once and write an output of the same size."""
+        """Read all inputs once and write an output of the same size: a lower bound for every estimator."""
         return self.rewards.sum() + self.values.sum() + self.mask.sum(), torch.zeros_like(self.rewards)
 
     def ours(self, name: str) -> Estimate:
@@ -93,17 +93,17 @@ def main() -> None:
         sys.path.append(given.verl)
     rows, length = map(int, given.shape.split("x"))
     inputs = Inputs.random(rows, length)
-    (read,) = seconds_in_turns([inputs.read], 2 * given.rounds)
+    (read,) = interleaved_seconds([inputs.read], 2 * given.rounds)
     print(f"{rows} x {length}, float32, {given.threads} thread(s); a plain read and an output: {read:.3f} s")
     print("| estimator | seconds | plain reads | verl, seconds | verl / ours | largest difference |\n|---|---|---|---|---|---|")
     for name in NAMES:
         if given.verl is None:
-            (seconds,) = seconds_in_turns([inputs.ours(name)], given.rounds)
+            (seconds,) = interleaved_seconds([inputs.ours(name)], given.rounds)
             compared = ["", "", ""]
         else:
             ours, theirs = inputs.ours(name), inputs.theirs(name)
             difference = (ours()[0] - theirs()[0]).abs().max().item()
-            seconds, verl_seconds = seconds_in_turns([ours, theirs], given.rounds)
+            seconds, verl_seconds = interleaved_seconds([ours, theirs], given.rounds)
             compared = [f"{verl_seconds:.3f}", f"{verl_seconds / seconds:.1f}", f"{difference:.0e}"]
         print(f"| {name} | {seconds:.3f} | {seconds / read:.1f} | {' | '.join(compared)} |", flush=True)
 

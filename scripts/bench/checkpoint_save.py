@@ -54,7 +54,7 @@ def costs_of(layers: int, folder: Path) -> dict[str, float]:
         writer.start(folder / f"beside_{save}", collect_shards(model, optimizer, {}))
         found["copies"].append(time.perf_counter() - begun)
         found["step beside"].append(seconds(step))
-        writer.has_ended(wait=True)
+        writer.is_finished(wait=True)
         found["writes"].append(time.perf_counter() - begun)
     return {name: median(values) for name, values in found.items()}
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from in_turns import seconds_in_turns
+from interleaved import interleaved_seconds
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -38,7 +38,7 @@ CASES: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a correction is computed from, ``[rows, length]``."""
+    """The inputs of a correction, ``[rows, length]``."""
 
     train: Tensor
     rollout: Tensor
@@ -53,11 +53,11 @@ class Inputs:
         return cls(rollout + 0.05 * torch.randn(rows, length, generator=generator), rollout, mask)
 
     def read(self) -> Tensor:
-        """The least that anything does that looks at all of it."""
+        """Read all inputs once: a lower bound for every candidate."""
         return self.train.sum() + self.rollout.sum() + self.mask.sum()
 
     def plain_weights(self) -> Tensor:
-        """``min(exp(l), 2)`` and its mean: the least that gives token weights."""
+        """``min(exp(l), 2)`` and its mean: a lower bound for token weights."""
         weights = (self.train - self.rollout).clamp(-20, 20).exp().clamp_max(2.0) * self.mask
         weights.sum() / self.mask.sum()
         return weights
@@ -78,7 +78,7 @@ def ours(inputs: Inputs, fields: Mapping[str, object], diagnostics: str) -> Cand
 
 
 def theirs(inputs: Inputs, fields: Mapping[str, object]) -> Candidate:
-    """The same of verl, which keeps its mask in floating point."""
+    """verl's weights, mask and metrics; its mask is a floating-point tensor."""
     from verl.trainer.ppo.rollout_corr_helper import (  # not a dependency: found on --verl
         compute_rollout_correction_and_rejection_mask,
     )
@@ -88,7 +88,7 @@ def theirs(inputs: Inputs, fields: Mapping[str, object]) -> Candidate:
 
 
 def peak_bytes(candidate: Candidate) -> int:
-    """Most bytes of tensors and arrays alive at once that the call allocated, its results included."""
+    """Peak bytes of tensors and arrays that the call allocated, including its results."""
     tracemalloc.start()  # NumPy's arrays
     candidate()
     arrays = tracemalloc.get_traced_memory()[1]
@@ -107,7 +107,7 @@ def peak_bytes(candidate: Candidate) -> int:
 def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: bool) -> None:
     """One line for each case."""
     inputs = Inputs.random(rows, length)
-    read, plain = seconds_in_turns([inputs.read, inputs.plain_weights], 2 * rounds)
+    read, plain = interleaved_seconds([inputs.read, inputs.plain_weights], 2 * rounds)
     tokens, threads = f"{inputs.train.numel():,} positions", torch.get_num_threads()
     print(f"\n{rows} x {length} ({tokens}), float32, {threads} thread(s); read {read:.4f} s, plain weights {plain:.4f} s")
     print("| case | core, s | full, s | reads | verl, s | verl / core | verl / full | peak core | peak full | peak verl |")
@@ -115,7 +115,7 @@ def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: b
     for name, fields in CASES.items():
         candidates = [ours(inputs, fields, "core"), ours(inputs, fields, "full")]
         candidates += [theirs(inputs, fields)] if with_verl else []
-        core, full, *verl = seconds_in_turns(candidates, rounds, cold=cold)
+        core, full, *verl = interleaved_seconds(candidates, rounds, cold=cold)
         peaks = [f"{peak_bytes(candidate) / inputs.train.nbytes:.2f}" for candidate in candidates]
         compared = [f"{verl[0]:.3f}", f"{verl[0] / core:.1f}", f"{verl[0] / full:.1f}"] if verl else ["", "", ""]
         cells = [name, f"{core:.3f}", f"{full:.3f}", f"{core / read:.1f}", *compared, *peaks, *([] if verl else [""])]

@@ -1,8 +1,8 @@
-"""What the ledger and the guards cost: processor time per step, for batches of three sizes.
+"""Processor time of the ledger and the guards per step, for batches of three sizes.
 
-Fingerprints are taken twice a step (when the samples arrive and before the update), masks are checked, the books are kept and
-closed, the reward is watched. The last column says what that is for each token: a run that handles 100,000 of them per second,
-from sampling to update, has 10,000 ns for each.
+A step computes fingerprints twice (when the samples arrive and before the update), checks masks, counts tokens in the ledger and
+watches the reward. The last column is the time per token: a run that handles 100,000 tokens per second, from sampling to update,
+has 10,000 ns for each.
 """
 
 import time
@@ -41,8 +41,8 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
     return 1000 * (time.process_time() - started) / repeats
 
 
-def books(mask: torch.Tensor) -> None:
-    """Everything that the ledger does in a step with eight mini-batches: three counts of tokens, two comparisons of masks."""
+def ledger_work(mask: torch.Tensor) -> None:
+    """The ledger's work in a step with eight mini-batches: three counts of tokens, two comparisons of masks."""
     ledger, count = Ledger(), int(torch.count_nonzero(mask))
     ledger.sampled(count, prompts=len(mask) // 8)
     ledger.require_in_batch(int(torch.count_nonzero(mask)))
@@ -61,7 +61,7 @@ def costs_of(rows: int, prompt: int, response: int) -> list[float]:
     return [
         milliseconds(lambda: fingerprints(tokens, mask)),
         milliseconds(lambda: require_sampled_tokens(expected, tokens, mask)),
-        milliseconds(lambda: books(mask)),
+        milliseconds(lambda: ledger_work(mask)),
         milliseconds(lambda: watch.observed(scores, 5).collapse(5, 0.5)),
     ]
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and how far that is from the floor: the engine alone and the trainer alone on the same tokens.
+"""The time of a step by stage against a lower bound: the engine alone and the trainer alone on the same tokens.
 
 Usage: python scripts/bench/step_floor.py RUN_FOLDER   (a finished run: resolved_config.yaml, metrics.jsonl)
 Each half runs in a process of its own while nothing else computes; medians of five calls after one warm-up.

@@ -1,4 +1,4 @@
-"""What a choice costs or saves: the quickstart's step under several settings, as ratios to the first of them.
+"""Step times of the quickstart under several settings, as ratios to the first setting.
 
 Usage: python scripts/bench/step_variants.py NAME=OVERRIDE[,OVERRIDE...] ...      (needs the quickstart's model and data)
 For example:  packed= padded=actor_rollout_ref.model.use_remove_padding=False

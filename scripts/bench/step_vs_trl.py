@@ -39,7 +39,7 @@ LEARNING_RATE = 1e-5
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run of one trainer took."""
+    """The measurements of one run of one trainer."""
 
     step_seconds: list[float]
     """Wall clock of every step after the warm-up."""
@@ -77,7 +77,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     class StepClock(TrainerCallback):
-        """Notes the time whenever a step is over."""
+        """Records the time at the end of each step."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -194,7 +194,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=quickstart / "sft_model", help="model folder")
     parser.add_argument("--data", type=Path, default=quickstart / "data", help="folder with train.parquet and val.parquet")
     parser.add_argument("--rollout_dtype", default="float32", help="precision of verl_rc's engine")
-    parser.add_argument("--steps", type=int, default=12, help=f"steps per round, of which {WARM_UP_STEPS} warm up")
+    parser.add_argument("--steps", type=int, default=12, help=f"steps per round, {WARM_UP_STEPS} of them for warm-up")
     parser.add_argument("--rounds", type=int, default=2, help="times that each trainer runs")
     parser.add_argument("--only_trl", action="store_true", help="measure TRL alone")
     parser.add_argument("--trl_part", type=Path, help=argparse.SUPPRESS)

@@ -2,7 +2,7 @@
 # Starts Ray on the first node of a cluster: bash scripts/cluster/start_head.sh [further options of `ray start`]
 #
 # Prints the line that the other nodes run. Settings: RAY_PORT (6379), RAY_DASHBOARD_PORT (8265), VERL_RC_VENV, RAY_AUTH_MODE
-# (disabled; whoever reaches these ports can run code, so keep them inside a private network). Stop it with `ray stop`.
+# (disabled; anyone who can reach these ports can run code, so keep them inside a private network). Stop it with `ray stop`.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

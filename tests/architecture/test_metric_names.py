@@ -10,11 +10,11 @@ from architecture.source_tree import listed, package_files, parse, relative
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.catalog.spec import Catalog, MetricSpec
 
-ROOMS = (
+SECTIONS = (
     r"(?:actor|critic|global_seqlen|perf|prompt_length|response|response_length"
     r"|rollout_corr|sync|timing_s|train|training)"
 )
-_NAME = re.compile(rf"{ROOMS}/[a-z0-9_/]*[a-z0-9]")
+_NAME = re.compile(rf"{SECTIONS}/[a-z0-9_/]*[a-z0-9]")
 _ENTRIES = tuple(spec.name for spec in CATALOG)
 
 

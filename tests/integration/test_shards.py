@@ -159,15 +159,15 @@ def beside_the_training(mesh: Any, folder: Path, found: dict[str, Any]) -> None:
     with waiting_disk():
         trainer.save_beside(writer, folder / "beside")
         trainer.train(3)
-        found["beside: was being written"] = not writer.has_ended(wait=False)
+        found["beside: was being written"] = not writer.is_finished(wait=False)
     found["beside: straight on"] = trainer.snapshot()
-    writer.has_ended(wait=True)
+    writer.is_finished(wait=True)
     found["beside: resumed"] = Trainer(mesh, seed=11).load(folder / "beside").train(3).snapshot()
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_rank() == 1:
             patch.setattr(FileSystemWriter, "write_data", lambda *_: (folder / "nowhere" / "x").read_text())
         trainer.save_beside(writer, folder / "unwritten beside")
-        found["beside: one rank cannot write"] = message_of(writer.has_ended, True)
+        found["beside: one rank cannot write"] = message_of(writer.is_finished, True)
     trainer.train(1)
 
 

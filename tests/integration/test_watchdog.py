@@ -24,12 +24,12 @@ def until_found(process: RemoteProcess, words: str) -> None:
     """Wait until a look into the process shows ``words``."""
     identity, deadline = identity_of(process), time.monotonic() + PATIENCE_SECONDS
     assert identity is not None
-    while words not in str(hang_report.examine(identity)):
-        assert time.monotonic() < deadline, hang_report.examine(identity)
+    while words not in str(hang_report.inspect_process(identity)):
+        assert time.monotonic() < deadline, hang_report.inspect_process(identity)
         time.sleep(0.05)
 
 
-def has_ended(pid: int) -> bool:
+def is_finished(pid: int) -> bool:
     """Gone, or dead and not yet reaped."""
     status = Path(f"/proc/{pid}/status")
     return not status.exists() or "State:\tZ" in status.read_text()
@@ -60,9 +60,9 @@ def test_a_hang_is_reported_with_stacks_and_ends_the_processes(tmp_path: Path) -
     assert "test_watchdog.py" in text  # where the driver waits
     assert "no stacks: it is stopped by a signal" in text
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not all(has_ended(pid) for pid in pids) and time.monotonic() < deadline:
+    while not all(is_finished(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert all(has_ended(pid) for pid in pids)
+    assert all(is_finished(pid) for pid in pids)
 
 
 @pytest.mark.usefixtures("ray_here")

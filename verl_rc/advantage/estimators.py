@@ -32,8 +32,8 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     """Computes advantages and returns of a whole batch, without gradient.
 
     Both are 0 outside the response; NaN in any input outside the response is harmless. A finite reward outside the
-    response (tool output after the last token the policy wrote) is credited to the response token before it. Rows
-    without a response token (padding) count nowhere.
+    response (tool output after the last token of the policy) is credited to the response token before it. Rows
+    without a response token (padding) are ignored.
 
     Args:
         name: a registered estimator (`advantage_estimator_names`) or ``module:function``.

@@ -1,4 +1,4 @@
-"""Advantages from comparing the answers to one prompt: a baseline per group, or per position of a group."""
+"""Group-relative advantage estimators: a baseline per group of responses to one prompt, or per position of a group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.advantage.inputs import AdvantageInputs, Groups, register_advantage_estimator, required, required_groups
-from verl_rc.advantage.returns import ResponseOrder, countable_rewards, returns_to_go
+from verl_rc.advantage.returns import ResponseOrder, returns_to_go, zero_nonfinite_outside
 from verl_rc.tensor_ops import in_row_blocks, masked_whiten
 
 STD_EPSILON = 1e-6
@@ -16,13 +16,13 @@ STD_EPSILON = 1e-6
 
 
 def row_scores(inputs: AdvantageInputs) -> Tensor:
-    """Adds up each row's rewards, wherever in the row they stand: [B], float64, in units of reward.
+    """Sums each row's rewards over all positions: [B], float64, in units of reward.
 
     Rewards outside the response (a score written on a tool's output) count; NaN and infinities there do not.
     """
 
     def block_scores(rewards: Tensor, mask: Tensor) -> Tensor:
-        return countable_rewards(rewards, mask).sum(dim=-1, dtype=torch.float64)
+        return zero_nonfinite_outside(rewards, mask).sum(dim=-1, dtype=torch.float64)
 
     return in_row_blocks(block_scores, inputs.token_level_rewards, inputs.response_mask)
 
@@ -32,14 +32,14 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (GRPO, arXiv:2402.03300); without the division, Dr. GRPO (arXiv:2503.20783).
 
     A = (s − mean_g) / (std_g + 1e-6) on every response token, with n − 1 in the standard deviation; without
-    `norm_adv_by_std_in_grpo`, A = s − mean_g. The only row of a group has A = s: there is nothing to compare it with.
+    `norm_adv_by_std_in_grpo`, A = s − mean_g. The only row of a group has A = s, because it has no baseline.
 
     Returns:
         Advantages and returns, equal, [B, T].
     """
     groups, scores = required_groups(inputs, "grpo"), row_scores(inputs)
     normalise = _normalised if inputs.norm_adv_by_std_in_grpo else _centred
-    return _on_every_token(normalise(groups, scores), inputs)
+    return _broadcast_over_tokens(normalise(groups, scores), inputs)
 
 
 @register_advantage_estimator("grpo_passk")
@@ -59,7 +59,7 @@ def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     advantages = (scores - second).where(best & unique & second.isfinite(), 0)
     if inputs.norm_adv_by_std_in_grpo:
         advantages = advantages / (groups.stds(scores) + STD_EPSILON)
-    return _on_every_token(advantages, inputs)
+    return _broadcast_over_tokens(advantages, inputs)
 
 
 @register_advantage_estimator("rloo")
@@ -72,7 +72,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         Advantages and returns, equal, [B, T].
     """
     groups, scores = required_groups(inputs, "rloo"), row_scores(inputs)
-    return _on_every_token(_left_out(groups, scores, alone=scores), inputs)
+    return _broadcast_over_tokens(_leave_one_out(groups, scores, alone=scores), inputs)
 
 
 @register_advantage_estimator("rloo_vectorized")
@@ -83,7 +83,7 @@ def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         Advantages and returns, equal, [B, T].
     """
     groups, scores = required_groups(inputs, "rloo_vectorized"), row_scores(inputs)
-    return _on_every_token(_left_out(groups, scores, alone=torch.zeros_like(scores)), inputs)
+    return _broadcast_over_tokens(_leave_one_out(groups, scores, alone=torch.zeros_like(scores)), inputs)
 
 
 @register_advantage_estimator("reinforce_plus_plus_baseline")
@@ -97,7 +97,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tenso
         Advantages and returns, equal, dimensionless, [B, T].
     """
     groups, scores = required_groups(inputs, "reinforce_plus_plus_baseline"), row_scores(inputs)
-    centred, _ = _on_every_token(_centred(groups, scores), inputs)
+    centred, _ = _broadcast_over_tokens(_centred(groups, scores), inputs)
     advantages = masked_whiten(centred, inputs.response_mask)
     return advantages, advantages
 
@@ -114,7 +114,7 @@ def opo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     groups, scores = required_groups(inputs, "opo"), row_scores(inputs)
     lengths = inputs.response_mask.sum(dim=-1).to(scores.dtype)
     baselines = groups.per_row(groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1))
-    return _on_every_token(scores - baselines, inputs)
+    return _broadcast_over_tokens(scores - baselines, inputs)
 
 
 @register_advantage_estimator("gpg")
@@ -129,7 +129,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """
     groups, scores = required_groups(inputs, "gpg"), row_scores(inputs)
     with_signal = (groups.counted & (scores != 0)).sum()
-    return _on_every_token(_centred(groups, scores) * groups.counted.sum() / with_signal.clamp(min=1), inputs)
+    return _broadcast_over_tokens(_centred(groups, scores) * groups.counted.sum() / with_signal.clamp(min=1), inputs)
 
 
 @register_advantage_estimator("gdpo")
@@ -154,13 +154,13 @@ def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
         )
     normalised = [_normalised(groups, part) for part in parts.to(torch.float64).unbind(dim=-1)]
     total = torch.stack([weight * part for weight, part in zip(weights, normalised, strict=True)]).sum(dim=0)
-    summed, _ = _on_every_token(total, inputs)
+    summed, _ = _broadcast_over_tokens(total, inputs)
     advantages = masked_whiten(summed, inputs.response_mask)
     return advantages, advantages
 
 
-def _left_out(groups: Groups, scores: Tensor, alone: Tensor) -> Tensor:
-    """Scores minus the mean of the others in their group; `alone` where there are no others."""
+def _leave_one_out(groups: Groups, scores: Tensor, alone: Tensor) -> Tensor:
+    """Scores minus the mean of the other scores of their group; `alone` for the only row of a group."""
     sizes = groups.sizes(scores.dtype)
     left_out = (scores - groups.means(scores)) * sizes / (sizes - 1).clamp(min=1)
     return left_out.where(sizes > 1, alone)
@@ -177,8 +177,8 @@ def _normalised(groups: Groups, scores: Tensor) -> Tensor:
     return _centred(groups, scores) / (scale + STD_EPSILON)
 
 
-def _on_every_token(row_advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Writes each row's advantage [B] on its response tokens; returns equal advantages."""
+def _broadcast_over_tokens(row_advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """Broadcasts each row's advantage [B] to its response tokens; returns equal advantages."""
     per_row = row_advantages.to(inputs.token_level_rewards.dtype).unsqueeze(-1)
     advantages = torch.where(inputs.response_mask, per_row, 0)
     return advantages, advantages

@@ -1,4 +1,4 @@
-"""What every advantage estimator is given: the batch, and which of its rows answer the same prompt."""
+"""The inputs of every advantage estimator: the batch, and its groups of rows of the same prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl_rc.tensor_ops.masked import group_numbers
 
 @dataclass(frozen=True)
 class Groups:
-    """Which row belongs to which group, and which rows count.
+    """The group of each row, and which rows count.
 
     Attributes:
         index: [B], int64, in [0, num_groups).
@@ -76,7 +76,7 @@ def make_groups(group_ids: Sequence[Hashable] | Tensor, counted: Tensor) -> Grou
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The batch as an estimator sees it.
+    """The inputs of an estimator.
 
     Attributes:
         token_level_rewards: [B, T], in units of reward; finite wherever it is not padding.

@@ -1,4 +1,4 @@
-"""Advantages from what each token is followed by: λ-returns with a critic, returns-to-go without one."""
+"""Advantage estimators from returns: λ-returns with a critic, returns-to-go without one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ResponseOrder:
     """Maps each position to the number of its response token in the row.
 
     A position outside the mask (tool output, padding) maps to the response token before it, or to the first one when
-    there is none before it: what happens there is owed to that token.
+    there is none before it: that token is credited with its reward.
 
     Attributes:
         mask: [B, T], bool; the response tokens.
@@ -41,9 +41,9 @@ class ResponseOrder:
     def pack_rewards(self, rewards: Tensor) -> Tensor:
         """Moves rewards to the left like `pack`, crediting one outside the mask to the response token before it.
 
-        Nothing finite is lost unless the row has no response token at all; NaN and infinities outside the mask are.
+        All finite rewards are kept unless the row has no response token; NaN and infinities outside the mask are dropped.
         """
-        return self._scatter(countable_rewards(rewards, self.mask))
+        return self._scatter(zero_nonfinite_outside(rewards, self.mask))
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Moves packed values back to their positions; 0 outside the mask."""
@@ -53,8 +53,8 @@ class ResponseOrder:
         return torch.zeros_like(values).scatter_add(-1, self.slot, values)
 
 
-def countable_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """Sets NaN and infinities outside the response to 0 and leaves everything else, [B, T]."""
+def zero_nonfinite_outside(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Sets NaN and infinities outside the response to 0, [B, T]."""
     return torch.where(response_mask, rewards, rewards.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
 

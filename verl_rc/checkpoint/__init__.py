@@ -1,4 +1,4 @@
-"""A run on disk: complete checkpoints only, from which any number of ranks goes on exactly."""
+"""Checkpoints of a run: complete ones only, which any number of ranks can resume exactly."""
 
 from verl_rc.checkpoint.optimizer_state import resume_schedule, schedule_state
 from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model

@@ -1,7 +1,7 @@
-"""What an optimizer and its schedule remember: state by the names of parameters, ready to be saved and loaded as shards.
+"""The state of an optimizer and its schedule by parameter name, for saving and loading as shards.
 
-``torch.distributed.checkpoint.state_dict`` could name it too, but takes a step when there is no state yet, after which
-Adam counts one step too many for good, and cannot load when some parameter has no state.
+``torch.distributed.checkpoint.state_dict`` is not used: it takes an optimizer step when there is no state yet, so Adam's step
+count stays one too high, and it cannot load when a parameter has no state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def state_tensors(tensors: Mapping[str, Tensor], optimizer: Optimizer) -> dict[s
 
 
 def empty_state_tensors(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """Zeros to load the ``saved`` state into: sharded as the parameter where they have its shape, else whole."""
+    """Zeros to load the ``saved`` state into: sharded like the parameter when they have its shape, else unsharded."""
     empty = {}
     for full_name, entry in saved.items():
         parameter = tensors[full_name.rpartition(".")[0]].detach()
@@ -62,12 +62,12 @@ def set_state_tensors(
 
 
 def schedule_state(scheduler: LambdaLR) -> dict[str, int]:
-    """How far the schedule has come, as JSON data."""
+    """The position of the schedule, as JSON data."""
     return {"num_steps": int(scheduler.last_epoch)}
 
 
 def resume_schedule(scheduler: LambdaLR, state: dict[str, int]) -> None:
-    """Put a new ``scheduler`` and its optimizer where ``schedule_state`` found the old one.
+    """Set a new ``scheduler`` and its optimizer to the position saved by ``schedule_state``.
 
     Unlike ``load_state_dict`` this keeps the peak rates of the given scheduler, so that a rate changed for the resumed
     run has its effect, and it sets the optimizer's rates.

@@ -1,4 +1,4 @@
-"""What the driver must know to go on where a run stopped, and which settings must not change on the way."""
+"""The driver's part of a checkpoint, and the settings that a resumed run must not change."""
 
 import json
 import pickle
@@ -17,7 +17,7 @@ from verl_rc.ppo.control import MovedControl
 from verl_rc.ppo.guards import RewardHistory
 
 FORMAT_VERSION = 3
-"""Of the run state; a change of its fields or of their meaning raises it. Formats 1 and 2 are read too."""
+"""Format of the run state, increased when its fields or their meaning change. Formats 1 and 2 can still be read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
 GROUPS_FILE = "groups.pt"
@@ -44,10 +44,10 @@ and paths (models and data may move; the loader itself refuses data of another l
 
 @dataclass
 class RunState:
-    """What changes from step to step in the driver; models and optimizers are saved by the ranks that hold them.
+    """The mutable state of the driver; the ranks save models and optimizers.
 
-    A checkpoint stores exactly this, and a resumed run starts with what was stored. Fields are plain values: to move one is
-    to put another value in its place.
+    A checkpoint stores exactly this record, and a resumed run starts with it. Fields are immutable values: a field changes by
+    assigning another value.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -55,27 +55,27 @@ class RunState:
     step: int = 0
     """Training steps done."""
     prompts: dict[str, Any] = field(default_factory=dict)
-    """``state_dict`` of the prompt stream: where the next batch comes from."""
+    """``state_dict`` of the prompt stream: its position in the data."""
     supply: dict[str, Any] = field(default_factory=dict)
-    """What an asynchronous run has in flight or waiting: admission, running ledger, groups; empty in a synchronous one."""
+    """Admission, running ledger and groups in flight or waiting of an asynchronous run; empty in a synchronous run."""
     control: MovedControl = field(default_factory=MovedControl)
-    """Weight of the KL penalty and rejection threshold, as far as the run moves them."""
+    """Adaptive weight of the KL penalty and adaptive rejection threshold."""
     rollout_gap_limit: float | None = None
-    """Largest mean gap that the rollouts of a step may have, nats; None: not calibrated yet."""
+    """Limit of the mean gap of a step's rollouts, nats; None: not calibrated yet."""
     canary_gap_limit: float | None = None
-    """The same for canary tokens."""
+    """Limit of the mean gap of canary tokens, nats."""
     skipped_updates: int = 0
-    """Optimizer steps in a row that were skipped because rejection left nothing, so far."""
+    """Consecutive optimizer steps skipped because rejection kept no token."""
     nonfinite_actor_updates: int = 0
-    """Optimizer steps of the actor in a row that were left out because their gradient was not finite, so far."""
+    """Consecutive optimizer steps of the actor skipped because of a non-finite gradient."""
     nonfinite_critic_updates: int = 0
     """The same for the critic."""
     rewards: RewardHistory = field(default_factory=RewardHistory)
-    """Scores of the last steps, and the best mean so far."""
+    """Mean scores of the last steps, and the best mean so far."""
     health: HealthHistory = field(default_factory=HealthHistory)
-    """Metrics that are outside their healthy range, and when that was said."""
+    """Metrics outside their healthy range, and when a warning was logged."""
     tracker_run_id: str | None = None
-    """The experiment tracker's run, to be continued; None: there is none."""
+    """Run id of the experiment tracker; None without one."""
 
 
 _STATE = TypeAdapter(RunState)
@@ -83,19 +83,19 @@ _STATE = TypeAdapter(RunState)
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint's part of the driver: the state after a step, and what wrote it."""
+    """The driver's part of a checkpoint: the state after a step, the configuration, and the version that wrote it."""
 
     state: RunState
     config: dict[str, Any]
     """The resolved configuration as a plain tree."""
     num_ranks: int
-    """Trainer ranks that saved; any number may load."""
+    """Number of trainer ranks that saved; any number may load."""
 
     def save(self, folder: Path) -> None:
-        """Write ``run_state.json``, ``data.pt`` and, if there are groups in flight or waiting, ``groups.pt`` into ``folder``.
+        """Write ``run_state.json``, ``data.pt`` and, if groups are in flight or waiting, ``groups.pt`` into ``folder``.
 
-        Raises ``ValueError`` for what JSON cannot hold,
-        ``CheckpointError`` or ``OSError`` when the disk does not take it."""
+        Raises ``ValueError`` for values that JSON cannot hold, ``CheckpointError`` or ``OSError`` when writing fails.
+        """
         state = asdict(self.state)
         tensors = {LOADER_FILE: state.pop("prompts")}
         if "groups" in state["supply"]:
@@ -116,8 +116,8 @@ class SavedRun:
 
     @classmethod
     def load(cls, folder: Path) -> "SavedRun":
-        """What ``save`` wrote, in this or an earlier format. Raises ``CheckpointError`` for a folder or file that is missing,
-        broken or too new."""
+        """Read what ``save`` wrote, in this or an earlier format. Raises ``CheckpointError`` for a missing, broken or too new
+        folder or file."""
         if not folder.is_dir():
             raise CheckpointError(f"a checkpoint must be a folder, but there is none at {folder}. Name one that exists.")
         path = folder / RUN_STATE_FILE
@@ -155,7 +155,7 @@ class SavedRun:
 
 
 def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
-    """What verl_rc 0.1 wrote before the state was one record; guards that it did not save start at zero."""
+    """Convert the state of verl_rc 0.1, which was not one record; guards that it did not save start at zero."""
     names = {"step", "control", "gap_limits", "skipped_in_a_row", "tracker_run_id", "num_ranks", "config"}
     since = {"nonfinite_in_a_row", "reward_watch"}
     if not names <= plain.keys() <= names | since:
@@ -187,9 +187,9 @@ def _in_one_line(error: ValueError) -> str:
 
 
 def check_same_model(saved_config: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Refuse to go on with settings that would make another model or training of it.
+    """Refuse to resume with settings that would change the model or the order of its data.
 
-    Both are resolved configurations as plain trees; keys that either does not have are not compared. Raises
+    Both are resolved configurations as plain trees; keys that one of them lacks are not compared. Raises
     ``CheckpointError`` naming every key of ``FIXED_KEYS`` that differs.
     """
     differences = []

@@ -1,4 +1,4 @@
-"""What lies in a folder of shards besides the tensors, and reading it without a model, other ranks or running code from it."""
+"""A folder of shards: its header, its metadata and its tensors, read without a model, other ranks or executing code from it."""
 
 import json
 import pickle
@@ -34,7 +34,7 @@ _ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-"""What a description of tensors is made of, by module; beside it precisions (``torch.float32``, …)."""
+"""Names that may be unpickled from ``.metadata``, by module; dtypes (``torch.float32``, …) are allowed too."""
 
 
 class SafeReader(FileSystemReader):
@@ -63,21 +63,21 @@ class _DescriptionUnpickler(pickle.Unpickler):
 
 HEADER_FILE = "shards.json"
 MODEL, OPTIMIZER = "model.", "optimizer."
-"""What the names of tensors in the folder begin with: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``."""
+"""Prefixes of tensor names in the folder: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``."""
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """How the tensors beside it are to be understood."""
+    """The description of a folder's tensors, in ``shards.json``."""
 
     frozen_left_out: bool
-    """Parameters without gradient are not in the folder."""
+    """Whether parameters without gradient are missing from the folder."""
     optimizer_parameters: list[str] | None
-    """Names of the parameters that the optimizer steps; None: no optimizer was saved."""
+    """Names of the optimizer's parameters; None: no optimizer was saved."""
     learning_rates: list[float]
-    """Of the optimizer's parameter groups."""
+    """Learning rates of the optimizer's parameter groups."""
     extra: dict[str, Any]
-    """What the caller saved along."""
+    """Additional data of the caller."""
 
     def write(self, folder: Path) -> None:
         """Write ``shards.json``. Raises ``CheckpointError`` when ``extra`` is not JSON or shards are there already."""
@@ -108,7 +108,7 @@ class ShardHeader:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Names, shapes and places of the tensors in ``folder``. Raises ``CheckpointError`` when that cannot be read."""
+    """Names, shapes and storage of the tensors in ``folder``. Raises ``CheckpointError`` when they cannot be read."""
     try:
         return SafeReader(folder).read_metadata()
     except Exception as error:  # a broken pickle can raise anything
@@ -117,7 +117,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """Shape and type of the tensors whose names begin with ``prefix``, by the rest of their names."""
+    """Shape and dtype of the tensors whose names begin with ``prefix``, by the rest of their names."""
     return {
         name.removeprefix(prefix): entry
         for name, entry in metadata.state_dict_metadata.items()
@@ -126,7 +126,7 @@ def saved_tensors(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMet
 
 
 def shards_problem(folder: Path) -> str | None:
-    """Why the shards in ``folder`` cannot be read (something missing, broken or too short), or None; reads no tensor."""
+    """The reason why the shards in ``folder`` cannot be read (missing, broken or too short), or None; reads no tensor."""
     try:
         ShardHeader.read(folder)
         metadata = read_metadata(folder)
@@ -145,9 +145,9 @@ def shards_problem(folder: Path) -> str | None:
 
 
 def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
-    """The saved model's whole tensors by parameter name, on the CPU, without a process group.
+    """The saved model's full tensors by parameter name, on the CPU, without a process group.
 
-    Tensors that several modules share are there once, under their first name; frozen ones only if they were saved.
+    A tensor that several modules share appears once, under its first name; frozen ones only if they were saved.
     Raises ``CheckpointError`` when the folder cannot be read.
     """
     ShardHeader.read(folder)
@@ -158,9 +158,9 @@ def load_full_state_dict(folder: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Write ``tensors`` into ``folder``; a collective of all ranks where there are any. Raises ``CheckpointError``.
+    """Write ``tensors`` into ``folder``; a collective when a process group exists. Raises ``CheckpointError``.
 
-    They are on the disk afterwards, and the file ``.metadata``, which comes last, says that those of all ranks are.
+    The data is synced to disk on return. The file ``.metadata`` is written last, after the tensors of all ranks.
     """
     alone = not dist.is_initialized()
     with _one_line_per_failure(f"writing the shards in {folder}", alone):
@@ -168,16 +168,16 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor], collective: bool) -> None:
-    """Fill ``tensors`` from ``folder`` in place, all ranks together or this process alone. Raises ``CheckpointError``."""
+    """Fill ``tensors`` from ``folder`` in place, as a collective or in this process alone. Raises ``CheckpointError``."""
     with _one_line_per_failure(f"reading the shards in {folder}", alone=not collective):
         dcp.load(tensors, storage_reader=SafeReader(folder), no_dist=not collective)
 
 
 @contextmanager
 def _one_line_per_failure(doing: str, alone: bool) -> Iterator[None]:
-    """The first rank's failure as one line, where DCP has a stack trace per rank; its warning that it runs ``alone`` is hidden.
+    """Raise DCP's failure of the first rank as one line, without a stack trace per rank; hide its warning when ``alone``.
 
-    DCP's exception is a ``BaseException``: nothing that handles errors would see it.
+    DCP's exception is a ``BaseException``, which ``except Exception`` would not catch.
     """
     try:
         with warnings.catch_warnings() if alone else nullcontext():  # ranks write in a thread, and filters are for all threads

@@ -1,5 +1,4 @@
-"""A model and its optimizer on disk: saved by any number of ranks, in the background if wanted, loaded by any other number,
-to the last bit.
+"""Saving and loading a model and its optimizer as shards, bitwise, on any number of ranks, optionally in the background.
 
 The tensors are written by torch.distributed.checkpoint (DCP), each once, under the name of its parameter.
 """
@@ -34,7 +33,7 @@ from verl_rc.checkpoint.store import CheckpointError, sync
 
 
 def get_random_state() -> dict[str, Tensor]:
-    """The states of torch's CPU generator and, where there is one, of this process's CUDA device."""
+    """The random states of torch's CPU generator and of this process's CUDA device, if any."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -42,12 +41,12 @@ def get_random_state() -> dict[str, Tensor]:
 
 
 def save_random_state(state: dict[str, Tensor], path: Path) -> None:
-    """Write what ``get_random_state`` gave."""
+    """Write the result of ``get_random_state``."""
     torch.save(state, path)
 
 
 def read_random_state(path: Path) -> dict[str, Tensor]:
-    """What was saved by the rank of this number; empty when there was none. Raises ``CheckpointError`` for a broken file."""
+    """Read the random states of this rank; empty when none were saved. Raises ``CheckpointError`` for a broken file."""
     if not path.exists():
         return {}
     try:
@@ -58,7 +57,7 @@ def read_random_state(path: Path) -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Continue the generators that ``state`` names and this machine has."""
+    """Restore the generators that ``state`` names and this machine has."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
@@ -66,12 +65,12 @@ def set_random_state(state: dict[str, Tensor]) -> None:
 
 
 MAX_NAMES = 5
-"""Names listed in an error; the rest are counted."""
+"""Maximum number of names in an error message; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """What one rank writes. The tensors are those of the model and its optimizer, not copies."""
+    """The data that one rank writes; its tensors are references to model and optimizer, not copies."""
 
     tensors: dict[str, Tensor]
     header: ShardHeader
@@ -81,7 +80,7 @@ class Shards:
 def save_shards(
     folder: Path, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], leave_out_frozen: bool = False
 ) -> None:
-    """``collect_shards`` and ``write_shards`` in one; a collective of all ranks. Nothing in memory changes."""
+    """``collect_shards`` followed by ``write_shards``; a collective of all ranks."""
     write_shards(folder, collect_shards(model, optimizer, extra, leave_out_frozen))
 
 
@@ -90,8 +89,7 @@ def collect_shards(
 ) -> Shards:
     """This rank's part of ``model`` and ``optimizer``, its random state, and ``extra`` (JSON data).
 
-    ``leave_out_frozen`` skips parameters without gradient: under LoRA they are those of the base model, which is on
-    disk already.
+    ``leave_out_frozen`` skips parameters without gradient: with LoRA, those of the base model, which is on disk already.
     """
     named = named_tensors(model)
     tensors = {MODEL + name: tensor.detach() for name, tensor in named.items() if not (leave_out_frozen and is_frozen(tensor))}
@@ -107,11 +105,11 @@ def collect_shards(
 
 
 def write_shards(folder: Path, shards: Shards, group: dist.ProcessGroup | None = None) -> None:
-    """Write what every rank collected, to the disk itself; a collective of ``group`` (None: the default one).
+    """Write the shards of every rank and sync them to disk; a collective of ``group`` (None: the default group).
 
     Raises ``CheckpointError`` on every rank when one cannot write, or when ``folder`` holds shards already.
     """
-    with _failing_together(group):
+    with _raise_on_all_ranks(group):
         folder.mkdir(parents=True, exist_ok=True)
         if _rank() == 0:
             shards.header.write(folder)
@@ -129,7 +127,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
     changed, for a folder that cannot be read or that holds another model.
     """
     named = named_tensors(model)
-    with _failing_together():
+    with _raise_on_all_ranks():
         header, metadata = ShardHeader.read(folder), read_metadata(folder)
         saved_model, saved_state = saved_tensors(metadata, MODEL), saved_tensors(metadata, OPTIMIZER)
         differences = _model_differences(named, saved_model, header.frozen_left_out)
@@ -152,10 +150,10 @@ def load_shards(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> 
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, each once: a tensor that modules share goes by its first name.
+    """Parameters and persistent buffers by name, each once: a shared tensor is listed under its first name.
 
-    Sharded parameters are seen as shards: FSDP2 leaves some of them whole after a forward pass, and ``state_dict``,
-    other than ``named_parameters``, takes them back first.
+    Sharded parameters are listed as shards. FSDP2 keeps some of them unsharded after a forward pass; ``state_dict`` reshards
+    them first, ``named_parameters`` does not.
     """
     first_names: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -205,8 +203,8 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def _failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """What goes wrong inside on any rank becomes a ``CheckpointError`` on all, so that none waits for another."""
+def _raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Turn a failure on any rank into a ``CheckpointError`` on all ranks, so that none waits in a collective."""
     problem = None
     try:
         yield
@@ -230,16 +228,15 @@ def _random_file(folder: Path) -> Path:
 
 
 class BackgroundWriter:
-    """Writes one set of shards at a time, while the model they came from goes on learning.
+    """Writes one set of shards at a time while training continues.
 
-    The copy lies in host memory, which is kept for the next save: 12 bytes per parameter for fp32 weights and Adam's two
-    moments.
+    The copy stays allocated in host memory for the next save: 12 bytes per parameter for fp32 weights and Adam's two moments.
     """
 
     def __init__(self, pin_memory: bool) -> None:
-        """Collective: the threads of all ranks meet in a group of their own, since a group serves one thread at a time.
+        """Collective: creates a separate process group for the writing threads, since a group serves one thread at a time.
 
-        ``pin_memory``: the copy comes from a GPU, which is faster to memory that it can reach by itself.
+        ``pin_memory``: use page-locked memory, which makes copies from a GPU faster.
         """
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -254,13 +251,13 @@ class BackgroundWriter:
         self._writing: Future[None] | None = None
 
     def start(self, folder: Path, shards: Shards) -> None:
-        """Copy ``shards`` as they are now and have them written to ``folder``, after what is being written; collective."""
-        self.has_ended(wait=True)
+        """Copy ``shards`` now and write them to ``folder`` in the background, after a write in progress; collective."""
+        self.is_finished(wait=True)
         tensors: Any = self._stager.stage(shards.tensors)  # a future only with use_async_staging
         self._writing = self._thread.submit(write_shards, folder, replace(shards, tensors=tensors), self._group)
 
-    def has_ended(self, wait: bool) -> bool:
-        """Whether nothing is being written any more; ``wait`` until that is so. Raises the ``CheckpointError`` it ended in."""
+    def is_finished(self, wait: bool) -> bool:
+        """Whether no write is in progress; with ``wait``, block until then. Raises the ``CheckpointError`` of a failed write."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():

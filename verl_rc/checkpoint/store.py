@@ -1,4 +1,4 @@
-"""The checkpoints of one run as folders on disk: written so that a crash at any moment leaves a complete one."""
+"""The checkpoint folders of one run, written so that a crash at any moment leaves a complete checkpoint."""
 
 import os
 import re
@@ -9,11 +9,11 @@ from typing import Literal, get_args
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, read or used; the message says what must hold, what was found and what to do."""
+    """A failure to write, read or use a checkpoint; the message says what must hold, what was found and what to do."""
 
 
 def sync_tree(folder: Path) -> None:
-    """Have the operating system write every file and folder below ``folder``, and itself, to the disk."""
+    """``fsync`` ``folder`` and every file and folder below it."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(Path(parent, name))
@@ -21,7 +21,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """The same for one file or one folder: the names in it, not what they stand for."""
+    """``fsync`` one file, or the entries of one folder but not the files in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -31,9 +31,9 @@ def sync(path: Path) -> None:
 
 ResumeMode = Literal["auto", "disable", "resume_path"]
 LATEST_FILE = "latest_checkpointed_iteration.txt"
-"""Holds the step that was committed last, for people and scripts; nothing here reads it."""
+"""File with the last committed step, for people and scripts; this package does not read it."""
 COMMIT_NUMBER_FILE = "commit_number"
-"""Inside a checkpoint: how many commits the run folder had seen, itself included. It is what seals one."""
+"""File inside a checkpoint with its commit number. Its presence seals the checkpoint."""
 _PARTIAL, _REPLACED, _DELETED = ".partial", ".replaced", ".deleted"
 _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 
@@ -41,12 +41,12 @@ _CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
 class CheckpointStore:
     """``global_step_<N>`` folders of one run. One process writes; any may list.
 
-    A checkpoint is newer than another when it was committed later, whatever their steps: a run that starts anew, or
-    falls back to an older checkpoint, passes steps whose folders exist already.
+    Checkpoints are ordered by commit, not by step: a run that starts from scratch or falls back to an older checkpoint
+    reaches steps whose folders exist already.
     """
 
     def __init__(self, run_folder: Path, keep: int | None) -> None:
-        """``keep`` is how many of the newest checkpoints stay (``trainer.max_actor_ckpt_to_keep``); None: all."""
+        """``keep``: number of newest checkpoints that are kept (``trainer.max_actor_ckpt_to_keep``); None: all."""
         if keep is not None and keep < 1:
             raise ValueError(
                 f"trainer.max_actor_ckpt_to_keep must be at least 1, or null to keep every checkpoint, got {keep}. "
@@ -55,10 +55,10 @@ class CheckpointStore:
         self._run_folder = run_folder
         self._keep = keep
         self.begun: int | None = None
-        """Step of the checkpoint that was begun and is not committed yet; None: there is none."""
+        """Step of the checkpoint in progress, begun but not committed; None without one."""
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of ``step`` into; what a crash left behind is cleared away."""
+        """Create an empty folder for the checkpoint of ``step``, after removing leftovers of a crash."""
         self._finish_interrupted_commit()
         partial = self._folder(step, _PARTIAL)
         partial.mkdir(parents=True)
@@ -66,7 +66,7 @@ class CheckpointStore:
         return partial
 
     def seal(self, step: int) -> None:
-        """Let the checkpoint count as soon as it is whole, be it after a crash: nothing but its shards may still be on its way.
+        """Mark the checkpoint as valid once its shards are complete, even if the run crashes before ``commit``.
 
         Raises ``CheckpointError`` when ``begin`` was not called.
         """
@@ -82,7 +82,7 @@ class CheckpointStore:
         sync(partial)
 
     def commit(self, step: int) -> Path:
-        """Make what was written since ``begin(step)`` the newest checkpoint, then delete those beyond ``keep``.
+        """Make the folder of ``begin(step)`` the newest checkpoint, then delete those beyond ``keep``.
 
         The files reach the disk before the folder gets its name, and older checkpoints go last. Raises
         ``CheckpointError`` when ``begin`` was not called.
@@ -102,7 +102,7 @@ class CheckpointStore:
         return final
 
     def newest_first(self) -> list[Path]:
-        """Complete checkpoints, the one committed last first."""
+        """Complete checkpoints, the last committed first."""
         if not self._run_folder.is_dir():
             return []
         folders = [path for path in self._run_folder.iterdir() if _CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
@@ -111,11 +111,11 @@ class CheckpointStore:
     def choose(
         self, mode: ResumeMode, path: str | None, is_readable: Callable[[Path], str | None]
     ) -> tuple[Path | None, list[str]]:
-        """The checkpoint to resume from (None: start anew), and a message for every newer one that was passed over.
+        """The checkpoint to resume from (None: start from scratch), and a message for every newer one that was skipped.
 
         ``mode`` is ``trainer.resume_mode``, ``path`` is ``trainer.resume_from_path``; ``is_readable`` returns None for a
         checkpoint that can be read, else the reason why not. Raises ``CheckpointError`` when checkpoints were asked
-        for or found and none can be read: a run never starts anew by surprise.
+        for or found and none can be read: a run must not silently start from scratch.
         """
         if mode not in get_args(ResumeMode):
             raise CheckpointError(f"trainer.resume_mode must be one of {list(get_args(ResumeMode))}, got {mode!r}.")
@@ -123,7 +123,7 @@ class CheckpointStore:
             return None, []
         if mode == "resume_path":
             return _given_checkpoint(path, is_readable), []
-        self._commit_what_is_whole(is_readable)
+        self._commit_sealed(is_readable)
         self._finish_interrupted_commit()
         reasons: list[tuple[Path, str]] = []
         for folder in self.newest_first():
@@ -151,7 +151,7 @@ class CheckpointStore:
         sync(self._run_folder)
 
     def _delete_old(self) -> None:
-        """Folders lose their name first: one that is half deleted must not look like a checkpoint."""
+        """Delete old checkpoints; each is renamed first, because a half-deleted folder must not look like a checkpoint."""
         if self._keep is None:
             return
         for folder in self.newest_first()[self._keep :]:
@@ -159,14 +159,14 @@ class CheckpointStore:
             os.rename(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def _commit_what_is_whole(self, is_readable: Callable[[Path], str | None]) -> None:
-        """Commit a checkpoint that was sealed and then written to its end, before the run could."""
+    def _commit_sealed(self, is_readable: Callable[[Path], str | None]) -> None:
+        """Commit a sealed checkpoint that was completely written before the run ended."""
         for partial in self._run_folder.glob(f"global_step_*{_PARTIAL}"):
             if _commit_number(partial) and is_readable(partial) is None:
                 self.commit(_step_of(partial.with_suffix("")))
 
     def _finish_interrupted_commit(self) -> None:
-        """Give a checkpoint that was moved aside its name back unless its successor took it; clear the rest away."""
+        """Restore the name of a checkpoint that was moved aside unless its successor has it; delete other leftovers."""
         for replaced in self._run_folder.glob(f"global_step_*{_REPLACED}"):
             final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
             if not final.exists():
@@ -177,7 +177,7 @@ class CheckpointStore:
 
 
 def _given_checkpoint(path: str | None, is_readable: Callable[[Path], str | None]) -> Path:
-    """The folder ``path``, refused unless it is a checkpoint that can be read."""
+    """The folder ``path``. Raises ``CheckpointError`` unless it is a readable checkpoint."""
     keys = "trainer.resume_mode=resume_path needs trainer.resume_from_path to be a checkpoint folder (.../global_step_N)"
     if path is None:
         raise CheckpointError(f"{keys}, got null. Name the folder, or use trainer.resume_mode=auto or disable.")
@@ -197,7 +197,7 @@ def _step_of(folder: Path) -> int:
 
 
 def _commit_number(folder: Path) -> int:
-    """The number written at commit; 0 for folders from elsewhere, which are then ordered by step."""
+    """The commit number; 0 for folders without one, which are then ordered by step."""
     try:
         return int((folder / COMMIT_NUMBER_FILE).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Ray: starting it, placing processes, calling them, splitting work by rank and merging what comes back."""
+"""Ray: start-up, placement, remote calls, splitting work by rank and merging the results."""
 
 from verl_rc.cluster.environment import prepare_driver
 

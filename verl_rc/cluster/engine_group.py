@@ -1,4 +1,4 @@
-"""The engines as one: requests are shared out among them, completions come back in the order of the requests."""
+"""The group of all engines: distributes requests and returns completions in the order of the requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,40 +26,40 @@ from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenEr
 
 _TIMEOUT_KEY = "actor_rollout_ref.rollout.engine_timeout_seconds"
 _GRACE_SECONDS = 10.0
-"""How long a process that lives may take to notice that one it works with is gone."""
+"""Time for a live process to notice that a process it communicates with has died."""
 _SLOTS = 2
-"""Calls that an engine's process answers at the same time: one may wait for samples, and another be an update of the weights."""
+"""Concurrent calls of an engine's process: one may wait for samples while another updates the weights."""
 
 
 class EnginesLostError(RemoteError):
-    """Engines died, or hang; the others are as they were."""
+    """Some engines died or hang; the others are unchanged."""
 
     def __init__(self, lost: Mapping[int, RemoteError], answered: Mapping[int, Any]) -> None:
-        """What became of the lost engines, and the answers of the others, by engine."""
+        """The errors of the lost engines, and the answers of the others, by engine."""
         super().__init__("; ".join(dict.fromkeys(str(lost[engine]) for engine in sorted(lost))))
         self.engines = sorted(lost)
         self.answered = dict(answered)
 
 
 OnLoss = Callable[[EnginesLostError, int], None]
-"""Makes the group whole when engines are lost while they generate; it is told how many requests they leave unanswered."""
+"""Replaces engines that are lost during generation; its second argument is the number of their unfinished requests."""
 
 
 class EngineGroup:
     """All vLLM engines of a run.
 
-    Methods that raise ``EnginesLostError`` can be called again after ``replace`` and another update of all weights; the weight
-    transport must be opened again before.
+    Methods that raise ``EnginesLostError`` can be called again after ``replace``, opening the weight transport again and another
+    update of all weights.
     """
 
     worker = "verl_rc.rollout.engine:RolloutEngine"
-    """What every process of the group builds, as ``module:Class``; tests plant faulty ones here."""
+    """The class that every process of the group builds, as ``module:Class``; tests replace it by faulty ones."""
 
     def __init__(self, placement: Placement, rank_devices: Sequence[str] = ()) -> None:
-        """Start one process per engine; ``build`` makes the engine in it.
+        """Start one process per engine; ``build`` creates the engine in it.
 
-        ``rank_devices``: the GPU of each trainer rank, where engines share them. Such an engine reserves no GPU from Ray, which
-        could not give it those of several bundles, but sees the ones that its ranks were given.
+        ``rank_devices``: the GPU of each trainer rank, when engines share them. Such an engine reserves no GPU from Ray, which
+        cannot assign GPUs of several bundles to one actor; it uses the GPUs of its ranks.
         """
         environment = engine_environment(placement.engine_threads, placement.device, placement.one_node)
         shares = placement.shares_devices and placement.device == "cuda"
@@ -71,7 +71,7 @@ class EngineGroup:
             self._engines.append(RemoteProcess(f"rollout engine {index}", own, **slots))
         self._work = EngineWork(len(self._engines))
         self._replaced: set[int] = set()
-        """Engines that have not been handed yet what those had in whose places they are."""
+        """Replaced engines that have not yet received the unfinished samples of their predecessors."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
 
     @property
@@ -80,24 +80,23 @@ class EngineGroup:
         return len(self._engines)
 
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
-        """Build the engines; returns at once. An engine that takes longer than ``timeout_seconds`` for a later call counts as
-        lost."""
+        """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later call is lost."""
         self._options, self._timeout_seconds = options, timeout_seconds
         return [process.build(self.worker, options=options) for process in self._engines]
 
     def replace(self, engines: Sequence[int]) -> list[Pending]:
-        """End these engines and build others in their places, with the same options and without weights; returns at once."""
+        """Kill these engines and start new ones with the same options, without weights; returns at once."""
         for engine in engines:
             self._engines[engine].replace()
         self._replaced |= set(engines)
         return [self._engines[engine].build(self.worker, options=self._options) for engine in engines]
 
     def wait(self, pending: Mapping[int, Pending], beside: Sequence[Pending] = ()) -> tuple[dict[int, Any], list[Any]]:
-        """The answers of engines by number, and those of the processes they work with, ``beside``.
+        """Wait for the answers of engines, by number, and of the processes they communicate with, ``beside``.
 
-        Raises ``EnginesLostError`` when an engine died (what failed because it was gone does not count), or did not answer in
-        time and nothing else explains that. In a transfer one that hangs can hold up others: all that did not answer count as
-        lost. Else raises the first failure, preferably one that is not just the want of another process.
+        Raises ``EnginesLostError`` when an engine died (failures that follow from its death do not count), or did not answer in
+        time for no other reason. In a transfer a hanging engine can block others: all engines without an answer count as lost.
+        Otherwise raises the first failure, preferably one that is not the consequence of another.
         """
         calls = [*pending.values(), *beside]
         answer_of = {
@@ -119,19 +118,19 @@ class EngineGroup:
         return of_engines, [answer_of[item.reference] for item in beside]
 
     def describe(self) -> dict[str, Any]:
-        """Facts of the first engine, see ``RolloutEngine.describe``; the others are built alike."""
+        """Properties of the first engine, see ``RolloutEngine.describe``; all engines are alike."""
         facts: dict[str, Any] = wait_for_all([self._engines[0].call("describe")])[0]
         return facts
 
     def join_transfer(self, address: TransferAddress, workers_per_engine: int) -> dict[int, Pending]:
-        """Join the weight-transfer group behind the sender, who is rank 0."""
+        """Join the weight-transfer group after the sender, which is rank 0."""
         return {
             index: engine.call("join_transfer", address, 1 + index * workers_per_engine, self._process_group_backend)
             for index, engine in enumerate(self._engines)
         }
 
     def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> dict[int, Pending]:
-        """Take one weight update; each answer is a list of receipts, one per worker of the engine."""
+        """Receive one weight update; each answer is a list of receipts, one per worker of the engine."""
         return {
             index: engine.call("receive_weights", manifest.to_plain(), bucket_bytes, version)
             for index, engine in enumerate(self._engines)
@@ -142,38 +141,38 @@ class EngineGroup:
         return [key for of_engine in self._call_all("device_keys") for key in of_engine]
 
     def run_empty(self) -> None:
-        """Wait until all that was handed over has ended; what comes later waits for an update. Raises ``EnginesLostError``."""
+        """Finish all submitted samples; later ones wait for a weight update. Raises ``EnginesLostError``."""
         self._call_all("run_empty")
 
     def begin_update(self) -> None:
-        """Make every engine's model loadable, before its first lent bucket. Raises ``EnginesLostError``."""
+        """Prepare every engine's model for loading weights. Raises ``EnginesLostError``."""
         self._call_all("begin_update")
 
     def load_bucket(self, handle: BucketHandle) -> None:
-        """Load one lent bucket; its lenders may take the memory back when this returns. Raises ``EnginesLostError``."""
+        """Load one shared bucket; the ranks may reuse its memory afterwards. Raises ``EnginesLostError``."""
         self._call_all("load_bucket", handle)
 
     def finish_update(self, version: int) -> list[list[dict[str, Any]]]:
-        """Call what was loaded ``version``; for each engine a receipt per worker. Raises ``EnginesLostError``."""
+        """End the update as ``version``; returns a receipt per worker of each engine. Raises ``EnginesLostError``."""
         return self._call_all("finish_update", version)
 
     def abandon_update(self) -> None:
-        """Have the engines that live close an update that broke off; returns at once."""
+        """Close an interrupted update on the live engines; returns at once."""
         for engine in self._engines:
             engine.call("finish_update", -1)
 
     def sleep(self) -> None:
-        """Give up the memory of weights and key-value cache, where engines can. Raises ``EnginesLostError``."""
+        """Free the memory of weights and KV cache if engines can sleep. Raises ``EnginesLostError``."""
         self._call_all("sleep")
 
     def wake_up(self, *tags: str) -> None:
-        """Take memory again, ``weights`` or ``kv_cache``, where engines can sleep. Raises ``EnginesLostError``."""
+        """Allocate memory again, ``weights`` or ``kv_cache``, if engines can sleep. Raises ``EnginesLostError``."""
         self._call_all("wake_up", tags)
 
     def submit(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[int]:
-        """Hand requests over, those of one prompt to the engine with the fewest unfinished; returns their numbers.
+        """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns their numbers.
 
-        They are sampled by the weights that the engines have, or get by an update that has begun.
+        They are sampled with the engines' current weights, or those of an update in progress.
         """
         numbers, of_engines = self._work.add(requests, options, awaited=False)
         with suppress(EnginesLostError):  # the next ``collect`` finds it too
@@ -181,16 +180,16 @@ class EngineGroup:
         return numbers
 
     def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[int]:
-        """Fetch what has ended; every busy engine waits at most ``wait_seconds`` for something to end.
+        """Fetch finished samples; every busy engine waits at most ``wait_seconds`` for one.
 
-        What lost engines had is handed to those that ``on_loss`` puts in their places; without it the loss is raised, and they
-        get it when ``collect`` is called again after ``replace`` and an update.
+        Unfinished samples of lost engines go to the engines with which ``on_loss`` replaces them. Without ``on_loss`` the loss
+        is raised, and they are submitted again when ``collect`` is called after ``replace`` and an update.
 
         Returns:
-            The numbers that can be taken, in ascending order.
+            The numbers of samples that can be taken, in ascending order.
         """
         self._collect(dict.fromkeys(self._work.busy_engines(), 1), wait_seconds, on_loss)
-        return self._work.ended()
+        return self._work.finished()
 
     def take(self, numbers: Sequence[int]) -> Completions:
         """The completions of these numbers, in this order, once all have been collected; each can be taken once."""
@@ -201,9 +200,9 @@ class EngineGroup:
     ) -> Timed[Completions]:
         """One completion per request, in order; the requests are shared out evenly.
 
-        When engines are lost, ``on_loss`` replaces them and gives them weights, or raises; without it the loss is raised. Each
-        new engine gets what the old one had not given back: in the same composition, when nothing had been collected. A request's
-        seed is all that a sample depends on, so it comes out as it would have.
+        When engines are lost, ``on_loss`` replaces them and sends weights, or raises; without it the loss is raised. Each new
+        engine gets the unfinished samples of the old one, in the same batch when nothing had been collected. A sample depends
+        only on its request's seed, so the result is the same.
         """
         numbers, of_engines = self._work.add(requests, options, awaited=True)
         self._hand_over(of_engines)
@@ -213,19 +212,19 @@ class EngineGroup:
         """The completions of these numbers, in this order, once all have ended; each can be taken once. See ``generate``."""
         busy_seconds = 0.0
         try:
-            while missing := self._work.missing(numbers):
+            while missing := self._work.num_unfinished(numbers):
                 busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
         except RemoteError:
-            self._work.forget(numbers)
+            self._work.discard(numbers)
             raise
         return Timed(self._work.take(numbers), busy_seconds)
 
     def _hand_over(self, of_engines: Mapping[int, Sequence[Sample]]) -> dict[int, Pending]:
-        """Submit samples; returns at once. A failure is also one of the next ``collect``."""
+        """Submit samples; returns at once. The next ``collect`` reports a failure too."""
         return {engine: self._engines[engine].call("submit", samples) for engine, samples in of_engines.items()}
 
     def _collect(self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None) -> float:
-        """Wait until each of these engines has so many ended samples, and keep them; returns the longest of the waits."""
+        """Wait until each of these engines has finished its number of samples, and store them; returns the longest wait."""
         self._hand_over({engine: self._work.unfinished(engine) for engine in sorted(self._replaced)})
         self._replaced.clear()
         pending = {
@@ -233,16 +232,16 @@ class EngineGroup:
             for engine, number in at_least.items()
         }
         try:
-            self._work.file(self.wait(pending)[0])
+            self._work.record(self.wait(pending)[0])
         except EnginesLostError as error:
-            self._work.file(error.answered)
+            self._work.record(error.answered)
             if on_loss is None:
                 raise
             on_loss(error, sum(len(self._work.unfinished(engine)) for engine in error.engines))
         return longest_busy(list(pending.values()))
 
     def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
-        """Every engine answers all requests: for comparing engines with the trainer one by one. Raises ``EnginesLostError``."""
+        """Send all requests to every engine, to compare each engine with the trainer. Raises ``EnginesLostError``."""
         return self._call_all("generate", list(requests), options)
 
     def _call_all(self, method: str, *arguments: Any) -> list[Any]:
@@ -251,5 +250,5 @@ class EngineGroup:
 
 
 def _is_consequence(failure: RemoteError) -> bool:
-    """Whether a process failed because another one was gone."""
+    """Whether a process failed because another one had died."""
     return isinstance(failure.cause, TransferBrokenError)

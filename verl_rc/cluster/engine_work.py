@@ -1,4 +1,4 @@
-"""Which engine has which samples, and what has come back of them."""
+"""Book-keeping of samples: the engine of each unfinished sample, and finished samples until they are taken."""
 
 from collections.abc import Mapping, Sequence
 from itertools import count, groupby
@@ -8,16 +8,16 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 
 
-def place(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[list[int]]:
-    """Share requests out: those with one prompt together, to the engine with the fewest unfinished samples.
+def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[list[int]]:
+    """Assign requests to engines: those of one prompt together, to the engine with the fewest unfinished samples.
 
     Args:
         prompts: Token ids of each request's prompt; requests with the same prompt are adjacent, and an engine computes it once.
         unfinished: Samples that each engine has already.
-        evenly: Part requests of one prompt where they would give an engine more than its share of everything unfinished.
+        evenly: Split requests of one prompt when they would give an engine more than its share of all unfinished samples.
 
     Returns:
-        For each engine the positions of its requests.
+        The indices of each engine's requests.
     """
     load = list(unfinished)
     limit = -(-(sum(load) + len(prompts)) // len(load)) if evenly else sum(load) + len(prompts)
@@ -34,26 +34,26 @@ def place(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: b
 
 
 class EngineWork:
-    """The samples of all engines, by numbers that are used once, from the moment they are placed until they are taken."""
+    """The samples of all engines by unique number, from their assignment until they are taken."""
 
     def __init__(self, num_engines: int) -> None:
         self._numbers = count()
         self._unfinished: list[dict[int, Sample]] = [{} for _ in range(num_engines)]
         self._batches: list[Completions] = []
-        """What came back, in the order in which it came."""
+        """Finished samples in order of arrival."""
         self._rows: dict[int, int] = {}
-        """The row of each number in the batches, joined."""
+        """The row of each number in the concatenated batches."""
 
     def add(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, awaited: bool
     ) -> tuple[list[int], dict[int, list[Sample]]]:
-        """Place requests; returns their numbers, in order, and the samples to be handed to each engine.
+        """Assign requests; returns their numbers, in order, and the samples for each engine.
 
-        ``awaited``: somebody waits for all of them, so they are placed evenly and go ahead of what is not.
+        ``awaited``: the caller waits for all of them, so they are assigned evenly and run before samples without a waiter.
         """
         samples = [Sample(next(self._numbers), request, options, awaited) for request in requests]
         prompts = [request.prompt_token_ids for request in requests]
-        placed = place(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
+        placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
         of_engines = {
             engine: [samples[position] for position in positions] for engine, positions in enumerate(placed) if positions
         }
@@ -62,20 +62,20 @@ class EngineWork:
         return [sample.number for sample in samples], of_engines
 
     def unfinished(self, engine: int) -> list[Sample]:
-        """What an engine was given and has not come back, in the order of the numbers."""
+        """The unfinished samples of an engine, in the order of their numbers."""
         return [self._unfinished[engine][number] for number in sorted(self._unfinished[engine])]
 
     def busy_engines(self) -> list[int]:
-        """Those that have something unfinished."""
+        """Engines with unfinished samples."""
         return [engine for engine, mine in enumerate(self._unfinished) if mine]
 
-    def missing(self, numbers: Sequence[int]) -> dict[int, int]:
-        """How many of these samples have not come back, for each engine that has some."""
+    def num_unfinished(self, numbers: Sequence[int]) -> dict[int, int]:
+        """The number of unfinished samples among ``numbers``, for each engine that has some."""
         counts = {engine: sum(number in mine for number in numbers) for engine, mine in enumerate(self._unfinished)}
         return {engine: missing for engine, missing in counts.items() if missing}
 
-    def file(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
-        """Keep what has come back from each engine; what was given up (``forget``) is left out."""
+    def record(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
+        """Store the finished samples of each engine, without discarded ones."""
         for engine, (numbers, completions) in answers.items():
             known = [row for row, number in enumerate(numbers) if self._unfinished[engine].pop(number, None) is not None]
             if known:
@@ -83,12 +83,12 @@ class EngineWork:
                 self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
                 self._batches.append(completions if len(known) == len(numbers) else completions[known])
 
-    def ended(self) -> list[int]:
-        """What has come back and was not taken, in ascending order."""
+    def finished(self) -> list[int]:
+        """The numbers of finished samples that were not taken, in ascending order."""
         return sorted(self._rows)
 
     def take(self, numbers: Sequence[int]) -> Completions:
-        """The completions of these samples, in this order; they must have come back, and are then forgotten."""
+        """Remove finished samples and return their completions in this order."""
         rows = [self._rows.pop(number) for number in numbers]
         everything = Completions.cat(self._batches)
         others = sorted(self._rows, key=self._rows.__getitem__)
@@ -96,8 +96,8 @@ class EngineWork:
         self._rows = {number: row for row, number in enumerate(others)}
         return everything if rows == list(range(len(everything))) else everything[rows]
 
-    def forget(self, numbers: Sequence[int]) -> None:
-        """Give samples up, wherever they are."""
+    def discard(self, numbers: Sequence[int]) -> None:
+        """Drop samples, finished or not."""
         there = [number for number in numbers if number in self._rows]
         if there:
             self.take(there)

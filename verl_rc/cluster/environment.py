@@ -1,5 +1,5 @@
-"""Environment variables of the processes: what Ray reads on import, what engines and trainers need before torch
-loads."""
+"""Environment variables of all processes: those that Ray reads on import, and those that engines and trainers need before
+they import torch."""
 
 import os
 from pathlib import Path
@@ -34,21 +34,21 @@ _QUIET = {
 }
 
 _SLEEP_WHILE_WAITING = {"OMP_WAIT_POLICY": "passive"}
-"""On a busy CPU, OpenMP threads that spin while they wait make a step ten times slower."""
+"""OpenMP threads sleep while they wait: on a busy CPU, spinning threads make a step ten times slower."""
 
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-"""Where everything is on one node, gloo and vLLM meet on its loopback interface."""
+"""On one node, gloo and vLLM connect over the loopback interface."""
 
 
 def prepare_driver() -> None:
-    """Set what must be there before ``import ray``; the user's own values win."""
+    """Set the variables that ``import ray`` reads; the user's values take precedence."""
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     for name, value in {**_RAY, **_LOCAL_RAY, **quiet, **_SLEEP_WHILE_WAITING}.items():
         os.environ.setdefault(name, value)
 
 
 def python_path() -> str:
-    """``PYTHONPATH`` of processes: the folder that holds this package first, so that they import the same code."""
+    """``PYTHONPATH`` of processes, with the folder of this package first, so that they import the same code."""
     return os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
 
 

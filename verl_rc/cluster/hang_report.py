@@ -1,4 +1,4 @@
-"""When an answer does not come: what each process does, by the kernel and its stacks, and who waits for whom, in words."""
+"""Reports about processes that do not answer: their state from the kernel, their Python stacks, and who waits for whom."""
 
 import faulthandler
 import os
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STABLE_SECONDS = 0.2
-"""A dump that has not grown for so long is complete."""
+"""A stack dump that has not grown for this time is complete."""
 _DUMP_SECONDS = 3.0
-"""How long a process may take to write its stacks."""
+"""Time limit for a process to write its stacks."""
 _STATES = {
     "T": "is stopped by a signal (SIGSTOP); SIGCONT would let it go on",
     "t": "is stopped by a debugger",
@@ -25,32 +25,32 @@ _STATES = {
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Where a process is and how to look into it from beside it."""
+    """The node, pid and stack file of a process, with which another process of the node can inspect it."""
 
     node_id: str
     """Ray's name of its node."""
     pid: int
     started: int
-    """When it started, clock ticks since boot: a later process with the same pid has another."""
+    """Start time, clock ticks since boot; tells it from a later process with the same pid."""
     stack_file: str
-    """What it writes its stacks to when it gets SIGUSR1."""
+    """File to which it writes its stacks on SIGUSR1."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What was seen of a process from outside."""
+class ProcessState:
+    """The state of a process as seen from outside."""
 
     condition: str
-    """``runs``, or why it cannot answer; a predicate of the process."""
+    """``runs``, or the reason why it cannot answer, as a verb phrase."""
     stacks: str = ""
-    """Python stacks of all its threads, newest frame first; empty where there are none to be had."""
+    """Python stacks of all its threads, newest frame first; empty when not available."""
 
 
 def register_stack_dump(node_id: str) -> ProcessIdentity:
-    """Let this process write its stacks down whenever it gets SIGUSR1.
+    """Let this process write its stacks to a file on SIGUSR1.
 
-    faulthandler writes them in the signal handler itself, in C: it needs no thread and no interpreter lock, so it also works
-    while the process blocks in a collective. The file has no name and vanishes with the process.
+    faulthandler writes them in the C signal handler, without a thread or the GIL, so it works while the process blocks in a
+    collective. The file has no name and vanishes with the process.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the process lives: faulthandler keeps it)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -60,23 +60,23 @@ def register_stack_dump(node_id: str) -> ProcessIdentity:
     return ProcessIdentity(node_id, pid, status[1], f"/proc/{pid}/fd/{file.fileno()}")
 
 
-def examine(identity: ProcessIdentity) -> Finding:
-    """Look into a process of this node."""
+def inspect_process(identity: ProcessIdentity) -> ProcessState:
+    """Inspect a process of this node."""
     status = _status(identity.pid)
     if status is None or status[1] != identity.started:
-        return Finding(_STATES["Z"])
+        return ProcessState(_STATES["Z"])
     if status[0] in "TtZX":
-        return Finding(_STATES[status[0]])
+        return ProcessState(_STATES[status[0]])
     try:
         stacks = _dumped(identity)
     except OSError as error:
-        return Finding(f"could not be looked into ({error})")
+        return ProcessState(f"could not be inspected ({error})")
     if not stacks:
-        return Finding(_STATES.get(status[0], f"did not write its stacks within {_DUMP_SECONDS:g} s"))
-    return Finding("runs", stacks)
+        return ProcessState(_STATES.get(status[0], f"did not write its stacks within {_DUMP_SECONDS:g} s"))
+    return ProcessState("runs", stacks)
 
 
-def end(identity: ProcessIdentity) -> None:
+def kill(identity: ProcessIdentity) -> None:
     """Kill a process of this node, even one that is stopped."""
     status = _status(identity.pid)
     if status is not None and status[1] == identity.started:
@@ -109,12 +109,12 @@ def _status(pid: int) -> tuple[str, int] | None:
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _SERVING = (re.compile(r'verl_rc/rollout/step_loop\.py", line \d+ in _run\b'), re.compile("verl_rc/cluster/remote.py"))
-"""How to know the thread that serves the driver's call: in an engine the call itself only waits for the one that samples."""
+"""Frame of the thread that serves the driver's call; in an engine, the call only waits for the sampling thread."""
 _COLLECTIVE = "torch/distributed/"
 
 
 @dataclass(frozen=True)
-class Silence:
+class AwaitedProcess:
     """One process of a wait."""
 
     who: str
@@ -122,26 +122,26 @@ class Silence:
     """What it was asked to do."""
     last_answer: str
     """Its last sign of life."""
-    finding: Finding | None
+    state: ProcessState | None
     """None: it has answered."""
 
 
 @dataclass(frozen=True)
-class Wait:
-    """One wait of the driver that took too long."""
+class TimedOutWait:
+    """A wait of the driver that exceeded its time limit."""
 
     seconds: float
     limit_key: str
     """The configuration key that sets the limit."""
-    processes: Sequence[Silence]
+    processes: Sequence[AwaitedProcess]
     driver_stack: str
     free_resources: str
 
 
-def summary(wait: Wait) -> str:
-    """One line for each process that has not answered, and the advice that fits."""
-    silent = [process for process in wait.processes if process.finding is not None]
-    answered = [process.who for process in wait.processes if process.finding is None]
+def summary(wait: TimedOutWait) -> str:
+    """One line for each process that has not answered, and advice."""
+    silent = [process for process in wait.processes if process.state is not None]
+    answered = [process.who for process in wait.processes if process.state is None]
     names = ", ".join(f"{process.who} ({process.what})" for process in silent)
     lines = [f"these processes did not answer within {wait.seconds:.0f} s: {names}."]
     lines += [f"  {process.who}: {_condition(process)}; last sign of life: {process.last_answer}." for process in silent]
@@ -151,27 +151,27 @@ def summary(wait: Wait) -> str:
     return "\n".join(lines)
 
 
-def full_report(wait: Wait) -> str:
-    """The summary, then the stack of the driver and those of every process that has not answered."""
+def full_report(wait: TimedOutWait) -> str:
+    """The summary, the driver's stack, and the stacks of every process that has not answered."""
     parts = [summary(wait), "The driver waits in (newest frame last):\n" + wait.driver_stack.rstrip()]
     for process in wait.processes:
-        if process.finding is not None:
-            stacks = process.finding.stacks or f"no stacks: it {process.finding.condition}"
+        if process.state is not None:
+            stacks = process.state.stacks or f"no stacks: it {process.state.condition}"
             parts.append(f"{process.who}, asked to {process.what} (newest frame first):\n{stacks}")
     return "\n\n".join(parts) + "\n"
 
 
-def _condition(process: Silence) -> str:
-    assert process.finding is not None
-    frame = _innermost_frame(process.finding.stacks)
+def _condition(process: AwaitedProcess) -> str:
+    assert process.state is not None
+    frame = _innermost_frame(process.state.stacks)
     if frame is None:
-        return process.finding.condition
-    waits = "waits in a collective for its peers, " if _in_collective(process.finding.stacks) else ""
+        return process.state.condition
+    waits = "waits in a collective for its peers, " if _in_collective(process.state.stacks) else ""
     return f"{waits}at {frame}"
 
 
 def _innermost_frame(stacks: str) -> str | None:
-    """Where the thread stands that serves the driver's call; any thread if none does."""
+    """The innermost frame of the thread that serves the driver's call, or of any thread without such a one."""
     frame = _FRAME.search(_serving_thread(stacks))
     return None if frame is None else f"{frame['function']} ({frame['file']}:{frame['line']})"
 

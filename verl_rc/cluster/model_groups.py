@@ -1,4 +1,4 @@
-"""The models of a run as the driver sees them: actor, critic and reference, each a group of ranks, and the reward model."""
+"""The driver's handles of the models: actor, critic and reference, each a group of ranks, and the reward model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ class ActorGroup(RankGroup):
     def update(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, order: UpdateOrder
     ) -> Timed[UpdateReport]:
-        """One optimizer step per mini-batch on all ranks; ``order`` says everything but which rows. One report for all ranks."""
+        """One optimizer step per mini-batch on all ranks; ``order`` holds all arguments but the rows. Merges all reports."""
         parts = self.split(batch, mini_batches, limit)
         answers = self.call_update([(rows, replace(order, mini_batches=own)) for rows, own in parts])
         reports: list[UpdateReport] = answers.result
@@ -47,12 +47,12 @@ class ActorGroup(RankGroup):
         return Timed(whole, answers.busy_seconds)
 
     def manifest(self) -> Manifest:
-        """What a weight update consists of."""
+        """The manifest of a weight update."""
         manifest: Manifest = wait_for_all([self._ranks[0].call("manifest")])[0]
         return manifest
 
     def join_transfer(self, address: TransferAddress) -> list[Pending]:
-        """Open the way to the engines; answers when the engines have joined too."""
+        """Join the weight-transfer group; answers when the engines have joined too."""
         return [self._ranks[0].call("join_transfer", address)]
 
     def send_weights(self) -> list[Pending]:
@@ -64,15 +64,15 @@ class ActorGroup(RankGroup):
         return [key for key, _ in wait_for_all([rank.call("describe_lending") for rank in self._ranks])]
 
     def num_buckets(self) -> int:
-        """In how many buckets a weight update comes."""
+        """Number of buckets of a weight update."""
         return int(wait_for_all([self._ranks[0].call("describe_lending")])[0][1])
 
     def offer_bucket(self, index: int, offers: Sequence[bool]) -> list[Pending]:
-        """Gather one bucket on all ranks and lend it where ``offers`` says so; each answer is a handle."""
+        """Gather one bucket on all ranks and share it on those that ``offers`` selects; each answer is a handle."""
         return [rank.call("offer_bucket", index, share) for rank, share in zip(self._ranks, offers, strict=True)]
 
     def release_bucket(self) -> list[Pending]:
-        """Take the last bucket back; the first answer is the sender's receipt."""
+        """Release the last bucket; the first answer is the sender's receipt."""
         return [rank.call("release_bucket") for rank in self._ranks]
 
 
@@ -104,17 +104,17 @@ class ReferenceGroup(RankGroup):
 
 
 class RewardModel:
-    """One process that holds the model.
+    """The process of the reward model.
 
-    It claims no logical CPU, so that it fits beside trainer and engines: it computes while those wait. GPUs it claims are its
-    own (``reward.reward_model.n_gpus_per_node``).
+    It reserves no logical CPU, because it computes while trainer and engines wait. Its GPUs are separate
+    (``reward.reward_model.n_gpus_per_node``).
     """
 
     worker = "verl_rc.workers.reward_model_worker:RewardModelWorker"
-    """What the process builds, as ``module:Class``."""
+    """The class that the process builds, as ``module:Class``."""
 
     def __init__(self, config: RewardModelConfig) -> None:
-        """Start the process; ``build`` gives it its model."""
+        """Start the process; ``build`` loads the model."""
         self._config = config
         environment = trainer_environment(usable_cores(), one_node=False)
         self._process = RemoteProcess("reward model", environment, num_cpus=0, num_gpus=config.n_gpus_per_node)
@@ -124,6 +124,6 @@ class RewardModel:
         return [self._process.build(self.worker, config=self._config)]
 
     def score(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[float | str]:
-        """The model's score of each conversation in order, or the reason why it has none."""
+        """The score of each conversation in order, or the reason why there is none."""
         answers: list[float | str] = wait_for_all([self._process.call("score", conversations)])[0]
         return answers

@@ -1,4 +1,4 @@
-"""Which processes a run needs, whether the cluster can hold them, where each goes, and how many threads it may use."""
+"""Placement: the processes of a run, the cluster's resources, the placement groups, and threads per process."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +15,17 @@ from verl_rc.workers.host import usable_cores
 
 @dataclass(frozen=True)
 class Place:
-    """Room for some processes beside one device: a bundle of a placement group."""
+    """A bundle of a placement group, with one device for some processes."""
 
     group: PlacementGroup
     bundle: int
     num_cpus: float
     """Logical CPUs of one process."""
     num_gpus: float
-    """Share of the device that one process reserves; 0 on a CPU."""
+    """Fraction of the device that one process reserves; 0 on a CPU."""
 
     def options(self, reserve_gpu: bool = True) -> dict[str, Any]:
-        """Ray's options for a process here; without ``reserve_gpu`` it is told by its environment which devices it sees."""
+        """Ray's options for a process here; without ``reserve_gpu`` its environment variables select the devices."""
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
         gpus = self.num_gpus if reserve_gpu else 0.0
         return {"scheduling_strategy": strategy, "num_cpus": self.num_cpus, "num_gpus": gpus}
@@ -33,22 +33,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """Numbers of processes and what each gets."""
+    """The number of processes and the resources of each."""
 
     device: str
     """``cpu`` or ``cuda``."""
     num_ranks: int
     num_engines: int
     trainer_threads: int
-    """Threads of one trainer rank; ranks compute together, engines wait meanwhile."""
+    """Threads of one trainer rank; all ranks compute at the same time while engines wait."""
     engine_threads: int
     one_node: bool
     shares_devices: bool
-    """Engines lie on the trainer's devices."""
+    """Whether engines share the trainer's devices."""
     rank_places: tuple[Place, ...]
-    """One per device of the trainer; ranks of all roles with the same number share one."""
+    """One place per device of the trainer; ranks of all roles with the same number share it."""
     engine_places: tuple[Place, ...]
-    """One per engine, that of its first device."""
+    """One place per engine, of its first device."""
 
     def ranks_beside(self, engine: int) -> range:
         """The trainer ranks whose devices an engine shares."""
@@ -95,7 +95,7 @@ def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int
 
 
 def _check_nodes(config: RunConfig, device: str) -> None:
-    """There are enough nodes, and on GPUs enough of these on each."""
+    """Raise ``ConfigError`` unless there are enough nodes, each with enough GPUs."""
     rollout, own_pool = config.actor_rollout_ref.rollout, not config.actor_rollout_ref.hybrid_engine
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if len(nodes) < config.trainer.nnodes:
@@ -118,7 +118,7 @@ def _check_nodes(config: RunConfig, device: str) -> None:
 
 
 def _check_cores(config: RunConfig) -> None:
-    """Ranks compute together and engines do: each needs a core of its own."""
+    """Raise ``ConfigError`` unless each rank and each engine has a core: ranks compute at the same time, and so do engines."""
     trainer, cores = config.trainer, usable_cores()
     if max(trainer.n_gpus_per_node, config.num_engine_devices // trainer.nnodes) > cores:
         raise ConfigError(
@@ -136,7 +136,7 @@ def _check_cores(config: RunConfig) -> None:
 
 
 def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], list[Place]]:
-    """Places of the ranks, then of the engines; engines have devices of their own where they do not share the trainer's."""
+    """Reserve the places of ranks and engines; engines that do not share the trainer's devices get separate ones."""
     rollout, roles = config.actor_rollout_ref.rollout, config.num_trainer_roles
     per_engine = rollout.tensor_model_parallel_size
     shared, gpu = config.actor_rollout_ref.hybrid_engine, 1.0 if device == "cuda" else 0.0
@@ -167,7 +167,7 @@ def _wait_until_free(groups: list[PlacementGroup], timeout_seconds: float) -> No
     if missing:
         raise RemoteError(
             f"{len(missing)} of {len(waiting)} groups of processes found no free place within {timeout_seconds:.0f} s. The "
-            f"cluster has {_shown(ray.cluster_resources())}, of which {_shown(ray.available_resources())} are free: other jobs "
+            f"cluster has {_shown(ray.cluster_resources())} and {_shown(ray.available_resources())} free: other jobs "
             "hold the rest. Stop them, ask for less, or raise trainer.ready_timeout_seconds."
         )
 

@@ -1,4 +1,4 @@
-"""The ranks of one role as one: rows are split over them by token count, results come back in the order of the rows."""
+"""The group of all ranks of one role: splits rows by token count and returns results in the order of the rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,12 +22,12 @@ class RankGroup:
     """All ranks of a role that computes with the trainer's models."""
 
     role = ""
-    """What messages call a process of the group."""
+    """Name of the role in messages."""
     worker = ""
-    """What every process of the group builds, as ``module:Class``; tests plant faulty ones here."""
+    """The class that every process of the group builds, as ``module:Class``; tests replace it by faulty ones."""
 
     def __init__(self, placement: Placement) -> None:
-        """Start one process per rank; ``build`` gives each its model."""
+        """Start one process per rank; ``build`` loads the model."""
         environment = trainer_environment(placement.trainer_threads, placement.one_node)
         self._ranks = [
             RemoteProcess(f"{self.role} rank {rank}", environment, **place.options())
@@ -49,7 +49,7 @@ class RankGroup:
         ]
 
     def visible_devices(self) -> list[str]:
-        """The GPU each rank was given, as ``CUDA_VISIBLE_DEVICES`` names it; empty strings on a CPU."""
+        """The GPU of each rank in terms of ``CUDA_VISIBLE_DEVICES``; empty strings on a CPU."""
         devices: list[str] = wait_for_all([rank.visible_devices() for rank in self._ranks])
         return devices
 
@@ -59,15 +59,15 @@ class RankGroup:
         return host, port
 
     def save(self, folder: Path) -> list[Pending]:
-        """Write the group's part of a checkpoint, or with ``checkpoint.async_save`` copy what is to be written."""
+        """Write the group's part of a checkpoint, or with ``checkpoint.async_save`` copy it and write in the background."""
         return [rank.call("save", folder) for rank in self._ranks]
 
     def has_saved(self, wait: bool) -> list[Pending]:
-        """Whether each rank has written it; ``wait`` until it has."""
+        """Whether all ranks have written their part; with ``wait``, block until they have."""
         return [rank.call("has_saved", wait) for rank in self._ranks]
 
     def load(self, folder: Path) -> list[Pending]:
-        """Go on from a checkpoint, which may have been written by another number of ranks."""
+        """Load a checkpoint, which may have been written by another number of ranks."""
         return [rank.call("load", folder) for rank in self._ranks]
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class RankGroup:
         wait_for_all([rank.call("close") for rank in self._ranks], timeout_seconds=60)
 
     def score(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[list[Tensor]]:
-        """What ``method`` of the worker says about all rows: float32 ``[B, R]`` each, in the order of the rows."""
+        """Call ``method`` of the workers on all rows; returns float32 ``[B, R]`` tensors in the order of the rows."""
         assigned = assign_rows(tokens.sequence_lengths.tolist(), self.num_ranks, limit)
         pending, owned = [], []
         for process, micro_batches in zip(self._ranks, assigned, strict=True):
@@ -91,14 +91,14 @@ class RankGroup:
         return Timed(results, answers.busy_seconds)
 
     def score_one(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
-        """The same of a method with a single answer, ``[B, R]``."""
+        """``score`` for a method with a single result, ``[B, R]``."""
         answer = self.score(method, tokens, limit)
         return Timed(answer.result[0], answer.busy_seconds)
 
     def split(
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
     ) -> list[tuple[TrainBatch | CriticBatch, list[MiniBatchShare]]]:
-        """For each rank the rows it needs, and its share of every mini-batch in terms of these rows."""
+        """For each rank its rows, and its share of every mini-batch as indices into these rows."""
         shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
         parts = []
         for rank in range(self.num_ranks):
@@ -109,11 +109,11 @@ class RankGroup:
         return parts
 
     def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> Timed[list[Any]]:
-        """Every rank's ``update`` with its own arguments; their answers in order of rank."""
+        """Call every rank's ``update`` with its own arguments; returns the answers in the order of ranks."""
         return wait_timed([rank.call("update", *own) for rank, own in zip(self._ranks, arguments, strict=True)])
 
     def _shares(self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> list[list[MiniBatchShare]]:
-        """For each mini-batch, each rank's share, in row numbers of the whole batch."""
+        """Each rank's share of each mini-batch, as row numbers of the whole batch."""
         shares = []
         for mini in mini_batches:
             assigned = assign_rows(lengths[mini.rows].tolist(), self.num_ranks, limit)
@@ -128,11 +128,11 @@ class RankGroup:
 
 
 def _places(micro_batches: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The rows named anywhere, ascending and once, each with its place among them."""
+    """The distinct rows of all micro-batches in ascending order, each with its index among them."""
     rows = sorted({row for batch in micro_batches for row in batch})
     return {row: place for place, row in enumerate(rows)}
 
 
 def _localised(micro_batches: Sequence[Sequence[int]], place: Mapping[int, int]) -> list[list[int]]:
-    """The micro-batches in terms of ``place`` among the rows that a rank gets."""
+    """The micro-batches as indices ``place`` into the rank's rows."""
     return [[place[row] for row in rows] for rows in micro_batches]

@@ -1,4 +1,4 @@
-"""Starting Ray on this machine, or joining a running cluster. Imports nothing heavy, so it can run while torch loads."""
+"""Starting Ray on this machine, or joining a running cluster. Imports no heavy module, so it can run while torch loads."""
 
 import os
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from verl_rc.workers.host import usable_cores
 
 _OBJECT_STORE_BYTES = 512 << 20
 _ATTEMPTS = 3
-"""To start Ray here. On a busy machine its raylet ends when its agents, which are Python programs, need more than 15 s to write
-down their ports; the limit is fixed (Ray 2.60, ray-project/ray#65983). The next time their modules are in the page cache."""
+"""Attempts to start Ray. On a busy machine its raylet ends when its agents, which are Python programs, need more than 15 s to
+write their ports; the limit is fixed (Ray 2.60, ray-project/ray#65983). A retry finds their modules in the page cache."""
 _STARTERS: list[ThreadPoolExecutor] = []
-"""Threads that started Ray. The kernel kills Ray's processes when the thread that started them ends (PR_SET_PDEATHSIG), so
-each must live as long as its Ray."""
+"""Threads that started Ray. They must live as long as Ray, because the kernel kills its processes when the thread that started
+them ends (PR_SET_PDEATHSIG)."""
 
 
 class RayStartError(RuntimeError):
-    """Ray did not start, or no cluster answered; the message says what to do."""
+    """Ray did not start, or no cluster answered; the message names the remedy."""
 
 
 def start_ray_in_background(config: RayInitConfig, processes: int) -> "Future[None]":
@@ -34,7 +34,7 @@ def start_ray_in_background(config: RayInitConfig, processes: int) -> "Future[No
 def start_ray(config: RayInitConfig, processes: int) -> None:
     """Connect to the cluster named in ``ray_kwargs.ray_init.address``, or start Ray here with room for ``processes``.
 
-    A Ray that does not come up here in time is ended and started again, twice at most. Raises ``RayStartError``.
+    A local Ray that does not start in time is stopped and retried, at most twice. Raises ``RayStartError``.
     """
     WATCHDOG.forget_all()
     options: dict[str, Any] = dict(config.model_dump(exclude_none=True))
@@ -98,10 +98,10 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _listen_on_loopback(wanted: bool) -> None:
-    """Whether the node that Ray starts here calls itself 127.0.0.1: then all its servers listen there and nowhere else.
+    """Choose whether the local Ray node uses the address 127.0.0.1, so that all its servers listen only there.
 
-    Else they listen on every interface, and without authentication. ``_node_ip_address="127.0.0.1"`` does not help, because Ray
-    resolves it to the machine's own address; this switch, Ray's default on macOS and Windows, does (Ray 2.60).
+    Otherwise they listen on every interface, without authentication. ``_node_ip_address="127.0.0.1"`` does not help, because Ray
+    resolves it to the machine's address; this switch, Ray's default on macOS and Windows, does (Ray 2.60).
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(int(not wanted))
     ray_constants.ENABLE_RAY_CLUSTER = not wanted  # was read from the environment when Ray was imported

@@ -1,4 +1,4 @@
-"""Remote processes and their errors: one actor class for every role, and waiting that names who failed."""
+"""Remote processes and their errors: one actor class for every role, and waits that name the process that failed."""
 
 import importlib
 import os
@@ -19,7 +19,7 @@ class RemoteError(RuntimeError):
     """A remote process failed; the message ends with its traceback."""
 
     def __init__(self, message: str, cause: BaseException | None = None) -> None:
-        """``cause``: what was raised in the process, where it was raised by code and did not kill the process."""
+        """``cause``: the exception raised in the process; None when the process died."""
         super().__init__(message)
         self.cause = cause
 
@@ -29,12 +29,12 @@ class ProcessLostError(RemoteError):
 
 
 class HangError(ProcessLostError):
-    """Processes gave no answer in time; the message says where each of them stands."""
+    """Processes did not answer in time; the message gives the state of each."""
 
 
 @ray.remote
 class _Process:
-    """Hosts one object. Its environment is set before the object's module, and with it torch or vllm, is imported."""
+    """A Ray actor that hosts one object. Its environment is set before the object's module imports torch or vllm."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
@@ -65,13 +65,13 @@ class _Process:
 
 
 class RemoteProcess:
-    """A handle on one process of the cluster, with the name it has in messages."""
+    """A handle of one process of the cluster, with its name for messages."""
 
     def __init__(self, name: str, environment: Mapping[str, str], **options: Any) -> None:
         """Start the process; ``options`` are Ray's (resources, placement)."""
         self.name = name
         self.last_answer: tuple[str, float] | None = None
-        """What it answered last, and when, in seconds of ``time.monotonic``; None: nothing yet."""
+        """The last answered call and its ``time.monotonic`` in seconds; None before the first answer."""
         self._environment, self._options = dict(environment), options
         self._start()
         WATCHDOG.add(self)
@@ -85,7 +85,7 @@ class RemoteProcess:
         return Pending(self, f"start {target.split(':')[1]}", self._actor.build.remote(target, arguments))
 
     def call(self, method: str, *arguments: Any, what: str | None = None) -> "Pending":
-        """Call a method of the process's object; ``what`` it does, for messages, if its name does not say it."""
+        """Call a method of the process's object; ``what``: description of the call for messages, default the method's name."""
         return Pending(self, what or method, self._actor.call.remote(method, arguments))
 
     def free_address(self) -> "Pending":
@@ -93,22 +93,22 @@ class RemoteProcess:
         return Pending(self, "find a free port", self._actor.address.remote())
 
     def visible_devices(self) -> "Pending":
-        """The GPUs Ray gave the process, as ``CUDA_VISIBLE_DEVICES`` names them."""
+        """The GPUs that Ray assigned to the process, in terms of ``CUDA_VISIBLE_DEVICES``."""
         return Pending(self, "name its GPUs", self._actor.visible_devices.remote())
 
     def kill(self) -> None:
-        """End the process without asking it, be it stopped or dead already."""
+        """Kill the process, also a stopped or dead one."""
         end_process(self)  # Ray would ask it first, and one that is stopped does not hear
         ray.kill(self._actor)
 
     def replace(self) -> None:
-        """End the process and start an empty one in its place, with the same name and environment."""
+        """Kill the process and start an empty one with the same name and environment."""
         self.kill()
         self._start()
 
 
 class Pending:
-    """A result on its way, and whom it comes from."""
+    """A pending result and the process that computes it."""
 
     def __init__(self, process: RemoteProcess, what: str, reference: "ray.ObjectRef[Any]") -> None:
         self.process = process
@@ -116,14 +116,14 @@ class Pending:
         self.what = what
         self.reference = reference
         self.busy_seconds = 0.0
-        """Seconds the process itself worked on it, known once it has answered: the rest of the wait was transport."""
+        """Seconds that the process computed, known once it has answered; the rest of the wait was transport."""
 
 
 def wait_for_all(pending: Sequence[Pending], timeout_seconds: float | None = None) -> list[Any]:
-    """Results in the order given; fails as soon as one of them fails.
+    """Wait for all results, in the given order; fails as soon as one call fails.
 
-    Raises ``RemoteError`` naming the process, what it was doing and, last, its traceback; ``HangError`` naming those that did
-    not answer within ``timeout_seconds`` (None: ``trainer.hang_timeout_seconds``) and where each of them stands.
+    Raises ``RemoteError`` with the process, its call and its traceback; ``HangError`` with the processes that did not answer
+    within ``timeout_seconds`` (None: ``trainer.hang_timeout_seconds``) and the state of each.
     """
     waiting = {item.reference: item for item in pending}
     remaining = list(waiting)
@@ -154,11 +154,11 @@ def _report(pending: Sequence[Pending], remaining: Sequence["ray.ObjectRef[Any]"
 def answers(
     pending: Sequence[Pending], timeout_seconds: float, limit_key: str, grace_seconds: float
 ) -> Iterator[tuple[Pending, Any | RemoteError]]:
-    """Every call with its result, or with the ``RemoteError`` it ended in, as they come.
+    """Yield every call with its result or ``RemoteError``, in order of completion.
 
     Calls without an answer after ``timeout_seconds``, the value of the configuration's ``limit_key``, come last, each with a
-    ``HangError``. Once a call failed in a process that lives, the others have ``grace_seconds``: those that work together fail
-    together.
+    ``HangError``. Once a call failed in a live process, the others have ``grace_seconds``, because processes that communicate
+    fail together.
     """
     waiting = {item.reference: item for item in pending}
     full_deadline = deadline = time.monotonic() + timeout_seconds
@@ -186,7 +186,7 @@ def answers(
 
 
 def longest_busy(pending: Sequence[Pending]) -> float:
-    """Seconds the slowest of these answered calls was worked on."""
+    """Compute seconds of the slowest of these answered calls."""
     return max((item.busy_seconds for item in pending), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: several samples at once, a time limit per call, and no call that can hang a run."""
+"""A pool of processes for reward functions: parallel scoring, with a time limit per call, so that no call can hang the run."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from time import monotonic
 from verl_rc.cluster.environment import python_path
 from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
-from verl_rc.rewards.process import Answer, Failed, Ready, Refused
+from verl_rc.rewards.process import Answer, Failed, LoadFailed, Ready
 from verl_rc.workers.host import usable_cores
 
 _PROGRAM = "from verl_rc.rewards.process import main; main()"  # not -m: what it sends must not be of a module __main__
@@ -24,20 +24,20 @@ _EXIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class NoAnswer:
-    """The process hangs or is gone; it must be killed and replaced."""
+class ProcessFailure:
+    """The process hangs or has died; it must be killed and replaced."""
 
     reason: str
 
 
 class RewardProcess:
-    """One process that scores one sample at a time; it and everything it started can be killed at any moment.
+    """One process that scores one sample at a time; it and its children can be killed at any moment.
 
-    A Python of its own, no fork: the driver runs Ray's threads, and a fork of it would inherit their locks.
+    It is a new Python process, not a fork: a fork would inherit locks held by the driver's Ray threads.
     """
 
     def __init__(self, config: RewardConfig, timeout_seconds: float) -> None:
-        """Start it; its first answer, due within ``timeout_seconds``, says whether it could load the reward function."""
+        """Start the process; its first answer, due within ``timeout_seconds``, is ``Ready`` or ``LoadFailed``."""
         self.connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
@@ -50,32 +50,32 @@ class RewardProcess:
         self.ask(config, timeout_seconds)
 
     def ask(self, message: object, timeout_seconds: float) -> None:
-        """Send what the process is to answer."""
+        """Send a request to the process."""
         self._timeout_seconds = timeout_seconds
         self.deadline = time.monotonic() + timeout_seconds
-        """When the answer must be there, in seconds of ``time.monotonic``."""
+        """Deadline of the answer, in seconds of ``time.monotonic``."""
         with suppress(OSError):  # it died meanwhile: the answer will say so
             self.connection.send(message)
 
-    def answer(self) -> Answer | NoAnswer:
-        """What the process answers; waits until the deadline."""
+    def answer(self) -> Answer | ProcessFailure:
+        """Wait for the answer of the process, until the deadline."""
         try:
             if not self.connection.poll(max(0.0, self.deadline - time.monotonic())):
-                return NoAnswer(f"it took longer than {self._timeout_seconds:g} s")
+                return ProcessFailure(f"it took longer than {self._timeout_seconds:g} s")
             answer: Answer = self.connection.recv()
         except (EOFError, OSError):
-            return NoAnswer(self._last_words())
+            return ProcessFailure(self._exit_reason())
         return answer
 
     def kill(self) -> None:
-        """End the process and everything it started."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.connection.close()
 
-    def _last_words(self) -> str:
-        """How a process that closed its connection ended."""
+    def _exit_reason(self) -> str:
+        """How the process ended, in words, after it closed its connection."""
         try:
             code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -86,7 +86,7 @@ class RewardProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The driver's, with this package on the path; threads of many processes would only be in each other's way."""
+    """The driver's environment with this package on the path and one thread per process, to avoid oversubscription."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": python_path()}
 
 
@@ -95,7 +95,7 @@ _TOLERATED_FAILURES = 2
 
 
 class RewardPool:
-    """Processes that score samples; one that hangs or dies is replaced, and its sample has failed."""
+    """Processes that score samples; one that hangs or dies is replaced, and its sample counts as failed."""
 
     def __init__(self, config: RewardConfig, start_timeout_seconds: float) -> None:
         """Start the processes and wait for the first to load the reward function.
@@ -108,20 +108,20 @@ class RewardPool:
         self._starting: list[RewardProcess] = []
         self._idle: list[RewardProcess] = []
         self._busy: dict[RewardProcess, int] = {}
-        """Processes at work, and the place of their sample."""
+        """Busy processes, and the index of their sample."""
         for _ in range(config.num_workers or min(usable_cores(), _MOST_PROCESSES)):
             self._start()
         try:
             while not self._idle:
-                self._admit(self._finished())
+                self._accept_loaded(self._finished())
         except ValueError:
             self.close()
             raise
 
     def results(self, samples: Sequence[RewardSample]) -> Iterator[tuple[int, RewardOutput | RewardError]]:
-        """What comes out for each sample, with its place, in the order in which they finish.
+        """Yield the index and the result of each sample, in order of completion.
 
-        Who stops asking before the last gives the rest up: their processes are replaced.
+        When the caller stops before the last one, the remaining samples are dropped and their processes replaced.
         """
         waiting = deque(enumerate(samples))
         try:
@@ -132,7 +132,7 @@ class RewardPool:
                     process.ask(sample, self._config.timeout_seconds)
                     self._busy[process] = place
                 finished = self._finished()
-                self._admit([process for process in finished if process in self._starting])
+                self._accept_loaded([process for process in finished if process in self._starting])
                 for process in [process for process in finished if process in self._busy]:
                     place = self._busy.pop(process)
                     yield place, self._result(process, samples[place])
@@ -150,14 +150,14 @@ class RewardPool:
         self._starting.append(RewardProcess(self._config, self._start_timeout))
 
     def _finished(self) -> list[RewardProcess]:
-        """Wait until a process answers, dies or is late; those that did."""
+        """Wait until a process answers, dies or exceeds its deadline; returns these processes."""
         pending = {process.connection: process for process in (*self._starting, *self._busy)}
         earliest = min(process.deadline for process in pending.values())
         answered = wait(list(pending), max(0.0, earliest - monotonic()))
         return [process for connection, process in pending.items() if connection in answered or process.deadline <= monotonic()]
 
-    def _admit(self, started: Sequence[RewardProcess]) -> None:
-        """Take processes in whose reward function is loaded. Raises ``ValueError`` when it cannot be."""
+    def _accept_loaded(self, started: Sequence[RewardProcess]) -> None:
+        """Add processes that have loaded the reward function. Raises ``ValueError`` when loading failed."""
         for process in started:
             self._starting.remove(process)
             answer = process.answer()
@@ -167,7 +167,7 @@ class RewardPool:
                 continue
             process.kill()
             self._failed_starts += 1
-            if isinstance(answer, Refused):
+            if isinstance(answer, LoadFailed):
                 raise ValueError(answer.reason)
             if self._failed_starts > self._tolerated_failures:
                 raise ValueError(
@@ -177,7 +177,7 @@ class RewardPool:
             self._start()
 
     def _result(self, process: RewardProcess, sample: RewardSample) -> RewardOutput | RewardError:
-        """The answer of a process that has finished, or why there is none; the process is idle or replaced afterwards."""
+        """The answer of a finished process, or an error; the process is idle or replaced afterwards."""
         answer = process.answer()
         if isinstance(answer, RewardOutput | Failed):
             self._idle.append(process)
@@ -191,6 +191,6 @@ class RewardPool:
         self._start()
 
 
-def _described(answer: Answer | NoAnswer) -> str:
-    """What a process did instead of what it was to do."""
-    return answer.reason if isinstance(answer, NoAnswer) else f"it answered {answer}"
+def _described(answer: Answer | ProcessFailure) -> str:
+    """The failure of a process in words."""
+    return answer.reason if isinstance(answer, ProcessFailure) else f"it answered {answer}"

@@ -1,4 +1,4 @@
-"""No wait for ever: how long the driver waits for its processes, what is written down when that is over, and ending them all."""
+"""The watchdog: time limits of the driver's waits, reports about processes that do not answer, and killing all processes."""
 
 import time
 import traceback
@@ -13,42 +13,51 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_rc.cluster.hang_report import Finding, ProcessIdentity, Silence, Wait, end, examine, full_report, summary
+from verl_rc.cluster.hang_report import (
+    AwaitedProcess,
+    ProcessIdentity,
+    ProcessState,
+    TimedOutWait,
+    full_report,
+    inspect_process,
+    kill,
+    summary,
+)
 
 _LOOK_SECONDS = 30.0
-"""How long looking into the processes of other nodes may take."""
+"""Time limit for inspecting processes of other nodes."""
 _IDENTITY_SECONDS = 1.0
 
 
-class Watched(Protocol):
-    """A process as the watchdog sees it."""
+class WatchedProcess(Protocol):
+    """The interface of a process to the watchdog."""
 
     name: str
     identity: "ray.ObjectRef[Any]"
-    """On its way since the process was started: a process that hangs could not give it."""
+    """Requested when the process was started, because a hanging process could not answer."""
     last_answer: tuple[str, float] | None
-    """What it answered last, and when, in seconds of ``time.monotonic``; None: nothing yet."""
+    """The last answered call and its ``time.monotonic`` in seconds; None before the first answer."""
 
 
 class Watchdog:
-    """Limits every wait for remote processes, looks into those that are silent, and can end all of them."""
+    """Limits every wait for remote processes, inspects those that do not answer, and can kill all of them."""
 
     def __init__(self) -> None:
         self._processes: WeakSet[Any] = WeakSet()
         self.limit_seconds: float | None = None
-        """Longest wait that has no limit of its own; None: for ever."""
+        """Limit of waits without one of their own; None: unlimited."""
         self._folder: Path | None = None
 
     @contextmanager
     def watching(self, limit_seconds: float, folder: Path) -> Iterator[None]:
-        """Inside, waits end after ``limit_seconds`` and reports are written to ``folder``.
+        """Context in which waits end after ``limit_seconds`` and reports are written to ``folder``.
 
-        An error inside kills all processes: one that hangs would not hear it when it is asked to end.
+        An error inside kills all processes, because a hanging process would not react to a request to end.
         """
         self.limit_seconds, self._folder = limit_seconds, folder
         try:
             yield
-        except SystemExit:  # somebody asked the run to end, and nothing is wrong with it
+        except SystemExit:  # a requested end (a signal), not a failure
             raise
         except BaseException:
             self.end_all()
@@ -56,21 +65,23 @@ class Watchdog:
         finally:
             self.limit_seconds, self._folder = None, None
 
-    def add(self, process: Watched) -> None:
-        """Watch a process as long as somebody holds it."""
+    def add(self, process: WatchedProcess) -> None:
+        """Watch a process as long as a reference to it exists."""
         self._processes.add(process)
 
     def forget_all(self) -> None:
-        """Watch none of those known so far: a new Ray session begins, and it cannot be asked for processes of an earlier one."""
+        """Stop watching all processes; a new Ray session cannot reach processes of an earlier one."""
         self._processes.clear()
 
-    def report(self, calls: Sequence[tuple[Watched, str]], silent: Sequence[Watched], seconds: float, limit_key: str) -> str:
-        """Look into the ``silent`` ones of the processes that were to answer ``calls``, write that down, and sum it up."""
-        findings = look_into(silent)
-        wait = Wait(
+    def report(
+        self, calls: Sequence[tuple[WatchedProcess, str]], silent: Sequence[WatchedProcess], seconds: float, limit_key: str
+    ) -> str:
+        """Inspect the ``silent`` processes among those of ``calls``, write the report file and return its summary."""
+        states = inspect_processes(silent)
+        wait = TimedOutWait(
             seconds,
             limit_key,
-            [Silence(process.name, what, _sign_of_life(process), findings.get(id(process))) for process, what in calls],
+            [AwaitedProcess(process.name, what, _last_answer(process), states.get(id(process))) for process, what in calls],
             "".join(traceback.format_stack()[:-2]),
             str(ray.available_resources()),
         )
@@ -81,7 +92,7 @@ class Watchdog:
         return f"{summary(wait)}\nTheir Python stacks are in {path}."
 
     def end_all(self) -> None:
-        """Kill every process that is left, on whatever node, also one that is stopped."""
+        """Kill every remaining process on every node, also stopped ones."""
         for process in list(self._processes):
             end_process(process)
 
@@ -90,40 +101,40 @@ WATCHDOG = Watchdog()
 """That of this driver."""
 
 
-def look_into(processes: Sequence[Watched]) -> dict[int, Finding]:
-    """What can be seen of each process from its node, by ``id`` of the process."""
-    findings, elsewhere = {}, {}
+def inspect_processes(processes: Sequence[WatchedProcess]) -> dict[int, ProcessState]:
+    """The state of each process, inspected on its node, by ``id`` of the process."""
+    states, elsewhere = {}, {}
     for process in processes:
         identity = identity_of(process)
         if identity is None:
-            findings[id(process)] = Finding("has not started")
+            states[id(process)] = ProcessState("has not started")
         elif _is_here(identity):
-            findings[id(process)] = examine(identity)
+            states[id(process)] = inspect_process(identity)
         else:
-            elsewhere[_on_node(examine, identity)] = id(process)
+            elsewhere[_on_node(inspect_process, identity)] = id(process)
     ready, missing = ray.wait(list(elsewhere), num_returns=len(elsewhere), timeout=_LOOK_SECONDS) if elsewhere else ([], [])
     for reference in ready:
         try:
-            findings[elsewhere[reference]] = ray.get(reference)
+            states[elsewhere[reference]] = ray.get(reference)
         except RayError as error:
-            findings[elsewhere[reference]] = Finding(f"could not be looked into ({type(error).__name__})")
-    return findings | {elsewhere[reference]: Finding("lies on a node that does not answer") for reference in missing}
+            states[elsewhere[reference]] = ProcessState(f"could not be inspected ({type(error).__name__})")
+    return states | {elsewhere[reference]: ProcessState("lies on a node that does not answer") for reference in missing}
 
 
-def end_process(process: Watched) -> None:
-    """Kill a process where it is; does nothing when it has not started, or its node is gone."""
+def end_process(process: WatchedProcess) -> None:
+    """Kill a process on its node; does nothing when it has not started or its node is gone."""
     identity = identity_of(process)
     if identity is None:
         return
     if _is_here(identity):
-        end(identity)
+        kill(identity)
         return
     with suppress(RayError):
-        ray.get(_on_node(end, identity), timeout=_LOOK_SECONDS)
+        ray.get(_on_node(kill, identity), timeout=_LOOK_SECONDS)
 
 
-def identity_of(process: Watched) -> ProcessIdentity | None:
-    """Where a process is; None when it has not started."""
+def identity_of(process: WatchedProcess) -> ProcessIdentity | None:
+    """The identity of a process; None when it has not started."""
     try:
         identity: ProcessIdentity = ray.get(process.identity, timeout=_IDENTITY_SECONDS)
     except RayError:
@@ -143,7 +154,7 @@ def _on_node(function: Any, identity: ProcessIdentity) -> "ray.ObjectRef[Any]":
     return reference
 
 
-def _sign_of_life(process: Watched) -> str:
+def _last_answer(process: WatchedProcess) -> str:
     if process.last_answer is None:
         return "none, it has answered no call yet"
     what, when = process.last_answer

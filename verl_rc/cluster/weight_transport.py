@@ -1,4 +1,4 @@
-"""The two transports of weights from the actor to the engines, as the driver sees them."""
+"""The two weight transports from the actor to the engines, on the driver's side."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -18,17 +18,17 @@ Receipts = Sequence[Sequence[dict[str, Any]]]
 
 
 class WeightTransport(Protocol):
-    """Takes the actor's current weights to every engine. Methods raise ``EnginesLostError`` when one is lost meanwhile."""
+    """Sends the actor's current weights to every engine. Methods raise ``EnginesLostError`` when an engine is lost."""
 
     def open(self) -> None:
-        """Make ready for updates; again when engines have been replaced."""
+        """Prepare for updates; call again after engines have been replaced."""
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
-        """Deliver them as ``version``; what was sent and what was received are for ``check_receipts`` to compare."""
+        """Send the weights as ``version``; returns the receipts of sender and engines for ``check_receipts``."""
 
 
-class Broadcast:
-    """Rank 0 of the actor broadcasts over a process group of its own: gloo, or NCCL between GPUs."""
+class BroadcastTransport:
+    """Rank 0 of the actor broadcasts over a separate process group: gloo, or NCCL between GPUs."""
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> None:
         """``open`` makes the group."""
@@ -40,7 +40,7 @@ class Broadcast:
         self._bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
 
     def open(self) -> None:
-        """A group of the sender and every engine worker, in place of the one before."""
+        """Create a process group of the sender and every engine worker, replacing the previous one."""
         host, port = self._actor.free_address()
         host = "127.0.0.1" if self._one_node else host
         address = TransferAddress(host, port, 1 + self._engines.num_engines * self._workers_per_engine)
@@ -55,16 +55,16 @@ class Broadcast:
         return sent[0], list(received.values())
 
 
-class LentMemory:
-    """Every rank lends one bucket after the other to the engine worker on its own device, which copies it."""
+class IpcTransport:
+    """Every rank shares one bucket at a time with the engine worker on its device, which copies it."""
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
-        """``open`` finds out who lends to whom."""
+        """``open`` determines which rank shares with which engine worker."""
         self._actor, self._engines = actor, engines
         self._num_buckets = actor.num_buckets()
 
     def open(self) -> None:
-        """Which ranks lie beside engine workers. Raises ``ConfigError`` when a worker has no rank on its device."""
+        """Match ranks and engine workers by device. Raises ``ConfigError`` when a worker has no rank on its device."""
         try:
             self._offers = choose_offering_ranks(self._actor.device_keys(), self._engines.device_keys())
         except ValueError as error:
@@ -86,12 +86,12 @@ class LentMemory:
 
 
 def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> WeightTransport:
-    """The way that ``checkpoint_engine.backend`` names; ``auto`` lends memory where trainer and engines share GPUs."""
+    """Open the transport of ``checkpoint_engine.backend``; ``auto`` is ipc when trainer and engines share GPUs."""
     backend = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     shares_gpus = placement.shares_devices and placement.device == "cuda"
     if backend == "ipc" or (backend == "auto" and shares_gpus):
-        transport: WeightTransport = LentMemory(actor, engines)
+        transport: WeightTransport = IpcTransport(actor, engines)
     else:
-        transport = Broadcast(actor, engines, placement, config)
+        transport = BroadcastTransport(actor, engines, placement, config)
     transport.open()
     return transport

@@ -1,4 +1,4 @@
-"""What is optimised: advantages and rollout correction."""
+"""Configuration of advantages, KL penalty, dynamic sampling and rollout correction."""
 
 from typing import Literal
 
@@ -19,26 +19,26 @@ class KlControlConfig(StrictModel):
     type: Literal["fixed", "adaptive"] = "fixed"
     """``adaptive``: the weight follows the divergence that is observed."""
     kl_coef: float = Field(0.001, ge=0)
-    """The weight, reward per nat; where an adaptive one starts."""
+    """Weight in reward per nat; the initial value of an adaptive weight."""
     target_kl: float = Field(0.1, gt=0)
-    """Divergence that an adaptive weight aims at, nats per token."""
+    """Target divergence of an adaptive weight, nats per token."""
     horizon: int = Field(10_000, ge=1)
-    """Rows after which a relative error of 1 would have doubled an adaptive weight."""
+    """Time constant of an adaptive weight, in rows: at a relative error of 1 the weight would double in this many rows."""
 
 
 class FilterGroupsConfig(StrictModel):
-    """``algorithm.filter_groups.*``: dynamic sampling (DAPO, arXiv:2503.14476), which trains on prompts that tell something."""
+    """``algorithm.filter_groups.*``: dynamic sampling (DAPO, arXiv:2503.14476): train only on prompts whose samples differ."""
 
     enable: bool = False
-    """Drop prompts whose samples all have the same ``metric`` and draw further ones until ``data.train_batch_size`` are left.
-    What is left beyond that is dropped too. A prompt that was dropped comes again in the next epoch; epochs beyond
-    ``trainer.total_epochs`` are begun where that is needed for the number of steps."""
+    """Drop prompts whose samples all have the same ``metric`` and draw further prompts until ``data.train_batch_size`` remain;
+    surplus prompts are dropped too. A dropped prompt is used again in the next epoch. Epochs beyond ``trainer.total_epochs``
+    start where the number of steps needs them."""
     metric: str = "reward"
-    """What samples of a prompt are compared by: ``reward`` (or ``seq_reward``, ``seq_final_reward``: the same thing here),
-    ``score``, which is what the reward function gave before the overlong penalty, or a column of numbers that the function
-    returns beside it, e.g. ``acc``."""
+    """The quantity by which samples of a prompt are compared: ``reward`` (or ``seq_reward``, ``seq_final_reward``, its
+    synonyms), ``score`` (the reward before the overlong penalty), or a numeric column that the reward function returns, e.g.
+    ``acc``."""
     max_num_gen_batches: int = Field(0, ge=0)
-    """Batches of ``data.gen_batch_size`` prompts that one step may sample; a step that needs more ends the run. 0: no limit."""
+    """Maximum batches of ``data.gen_batch_size`` prompts per step; a step that needs more ends the run. 0: no limit."""
 
 
 class AlgorithmConfig(StrictModel):
@@ -62,11 +62,11 @@ class AlgorithmConfig(StrictModel):
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from the reward."""
     kl_penalty: KlKind = "kl"
-    """Estimator of that penalty."""
+    """Estimator of the KL penalty."""
     kl_ctrl: KlControlConfig = KlControlConfig()
     """Weight of that penalty."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    """Importance weights and rejection between rollout and trainer; ``preset`` names a whole choice."""
+    """Importance weights and rejection between rollout and trainer; ``preset`` sets several keys at once."""
 
     @property
     def estimator(self) -> EstimatorSpec | None:
@@ -74,5 +74,5 @@ class AlgorithmConfig(StrictModel):
         return ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
 
     def estimator_reads(self, name: EstimatorInput) -> bool:
-        """Whether the advantage estimator is known to read an input."""
+        """Whether the advantage estimator reads this input; False for a function of the user's own."""
         return self.estimator is not None and name in self.estimator.inputs

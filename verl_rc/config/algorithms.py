@@ -1,4 +1,4 @@
-"""Every fact about a policy loss, an average of token losses or an advantage estimator, once.
+"""The specification of every policy loss, every average of token losses and every advantage estimator, in one place.
 
 The schema takes its options from here; checks, plan, ``explain`` and documents read the records; ``losses/`` and
 ``advantage/`` bind functions to their names. A new loss is an entry here and its function; so is a new estimator.
@@ -23,11 +23,11 @@ class AggregationSpec:
     formula: str
     """With ``{term}`` for a token's loss."""
     divisors: str
-    """What its letters mean, with ``{counted}`` for the tokens that count and ``{factor}`` for ``loss_scale_factor``."""
+    """Meaning of its symbols, with ``{counted}`` for the tokens that count and ``{factor}`` for ``loss_scale_factor``."""
     source: str = ""
 
     def average_of(self, term: str) -> str:
-        """What becomes of a term of every token."""
+        """The formula of the average, with ``term`` for a token's loss."""
         return self.formula.format(term=term)
 
 
@@ -49,7 +49,7 @@ AGGREGATIONS: Mapping[str, AggregationSpec] = {
 
 
 class RatioOptions(StrictModel):
-    """Options of losses that stand in ``actor_rollout_ref.actor`` itself, as in verl."""
+    """Options of losses directly in ``actor_rollout_ref.actor``, as in verl."""
 
     clip_ratio: float = Field(0.2, ge=0)
     """Clip range of the probability ratio on both sides, where the next two are null."""
@@ -72,7 +72,7 @@ class RatioOptions(StrictModel):
 
 
 class PolicyLossOptions(StrictModel):
-    """Options of losses that stand in ``actor_rollout_ref.actor.policy_loss``."""
+    """Options of losses in ``actor_rollout_ref.actor.policy_loss``."""
 
     dro_beta: float | None = Field(None, gt=0)
     """Weight of the quadratic penalty of ``dro``, which needs it."""
@@ -138,9 +138,9 @@ class LossSpec:
     """What carries the gradient: the ratio itself, or log π while the ratio is a constant."""
     options: tuple[LossOption, ...] = ()
     only_negative: tuple[LossOption, ...] = ()
-    """Those of its options that act only where the advantage is negative."""
+    """Options that have an effect only where the advantage is negative."""
     aggregation: LossAggregation | None = None
-    """Its own average, whatever ``loss_agg_mode`` says; None: that mode."""
+    """An average that overrides ``loss_agg_mode``; None: ``loss_agg_mode`` applies."""
     is_per_row: bool = False
     """A row has one term and one weight, the geometric mean of its tokens' weights."""
     selects_by_covariance: bool = False
@@ -153,7 +153,7 @@ class LossSpec:
 
     @property
     def reads_old_log_probs(self) -> bool:
-        """Whether the policy before the update matters at all."""
+        """Whether the loss reads the log-probs of the policy before the update."""
         return self.ratio != "none"
 
 
@@ -313,7 +313,7 @@ class EstimatorSpec:
     needs_several_samples: bool = False
     """A row alone in its group gets 0; from all others that compare rows it gets its own score, as in verl."""
     same_as: str | None = None
-    """The estimator that this is another name of, verl's."""
+    """The estimator that this name is an alias of; None: it is none."""
 
     @property
     def compares_groups(self) -> bool:

@@ -1,4 +1,4 @@
-"""What must hold between keys, and of the folders they name, before anything starts."""
+"""Checks across configuration keys, and of the files and folders they name, before a run starts."""
 
 import argparse
 import errno
@@ -18,7 +18,7 @@ from verl_rc.config.run import RunConfig
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Why nothing can be written to ``folder``; None when it can be, or could be made. Nothing is made."""
+    """The reason why ``folder`` cannot be written to or created; None when it can be. Creates nothing."""
     there = first_existing(folder)
     try:
         if not there.is_dir():
@@ -37,7 +37,7 @@ def first_existing(folder: Path) -> Path:
 
 
 def folder_problem(key: str, folder: str | None) -> str | None:
-    """What is wrong with the folder that ``key`` names for output, and what to do; None: nothing is."""
+    """The error message for an output folder that cannot be used; None when it can."""
     reason = None if folder is None else why_unwritable(Path(folder))
     if reason is None:
         return None
@@ -45,7 +45,7 @@ def folder_problem(key: str, folder: str | None) -> str | None:
 
 
 def output_folder(text: str) -> Path:
-    """The folder that a command-line argument names for output; for ``type=`` of ``argparse``."""
+    """Convert a command-line argument to a writable output folder; for ``type=`` of ``argparse``."""
     reason = why_unwritable(Path(text))
     if reason is not None:
         raise argparse.ArgumentTypeError(f"must be a folder that can be written to, got {text!r} ({reason}). Pass another one.")
@@ -69,7 +69,7 @@ def check_run(config: RunConfig) -> None:
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise ``ConfigError`` when a path that the run reads from does not exist, or one for its output cannot be written to."""
+    """Raise ``ConfigError`` when an input path does not exist or an output path cannot be written to."""
     own_class = config.data.custom_cls.path  # which may find its data in its own way
     paths = {
         "data.train_files": config.data.train_files if own_class is None else [],
@@ -263,7 +263,7 @@ def _overlong_penalty(config: RunConfig) -> Iterator[str]:
 
 
 def _token_budgets(config: RunConfig) -> Iterator[str]:
-    longest = config.longest_row
+    longest = config.longest_sequence
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     where = f"data.max_prompt_length + data.max_response_length = {longest}"
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
@@ -367,8 +367,8 @@ def _devices(config: RunConfig) -> Iterator[str]:
     rollout, shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
     if shared and config.num_engine_devices != config.num_ranks:
         yield (
-            f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's devices, of which there are "
-            f"{config.num_ranks}, but actor_rollout_ref.rollout.nnodes x actor_rollout_ref.rollout.n_gpus_per_node = "
+            f"with actor_rollout_ref.hybrid_engine=True engines share the trainer's "
+            f"{config.num_ranks} devices, but actor_rollout_ref.rollout.nnodes x actor_rollout_ref.rollout.n_gpus_per_node = "
             f"{config.num_engine_devices} were asked for. "
             "Drop these keys, or pass actor_rollout_ref.hybrid_engine=False for devices of their own."
         )

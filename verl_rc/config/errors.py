@@ -1,4 +1,4 @@
-"""The error of every configuration mistake, and how its message shows long values and the key that was meant."""
+"""``ConfigError``, and helpers for its messages: shortened values, lists of names, the nearest known key."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -7,35 +7,37 @@ _SHOWN_CHARACTERS = 200
 
 
 class ConfigError(ValueError):
-    """A configuration cannot be run; the message says what must hold, what was given and what to do."""
+    """An invalid configuration; the message says what must hold, what was given and what to do."""
 
 
 def shortened(text: str) -> str:
-    """``text`` for a message: its beginning, where it is long."""
+    """``text`` for a message; a long one is cut, with its length."""
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}… ({len(text)} characters)"
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """``names`` in order for a message: at most so many, the rest counted."""
+    """``names`` sorted for a message: at most ``most`` of them, and the number of the others."""
     ordered = sorted(names)
     rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + rest
 
 
 _TYPO = 3
-"""Letters that two names may have apart from each other and still be one name with a slip: two swapped letters count two."""
+"""Largest number of inserted and deleted letters between a name and its misspelling; two swapped letters count as two."""
 
 
 def nearest_key(given: str, known: Sequence[str]) -> str:
-    """The most similar of ``known``, or several that are as similar: the one that ends like ``given`` where only its first
-    sections are missing; one that differs by a slip; else, because a wrong section is the commonest mistake, keys with the same
-    last part, the two most similar when none of their sections was named."""
+    """The known key that is most similar to ``given``, or several joined by "or" when they are equally similar.
+
+    Tried in this order: the only key that ends with ``given`` (its first sections are missing); keys that differ by a spelling
+    mistake; keys with the same last part, because a wrong section is the most frequent mistake; all other keys.
+    """
     whole = [key for key in known if key.endswith(f".{given}")]
     if len(whole) == 1:
         return whole[0]
-    slips = _slips(given, known)
-    if slips:
-        return " or ".join(key for key, letters in slips.items() if letters == min(slips.values()))
+    close = _close_names(given, known)
+    if close:
+        return " or ".join(key for key, letters in close.items() if letters == min(close.values()))
     *sections, leaf = given.split(".")
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     ordered = sorted(same_leaf or known, key=lambda key: -difflib.SequenceMatcher(None, given, key).ratio())
@@ -43,8 +45,8 @@ def nearest_key(given: str, known: Sequence[str]) -> str:
     return " or ".join(ordered[: 2 if same_leaf and not named else 1])
 
 
-def _slips(given: str, known: Sequence[str]) -> dict[str, int]:
-    """The names that few letters make of ``given``, and how many must be taken out or put in."""
+def _close_names(given: str, known: Sequence[str]) -> dict[str, int]:
+    """The known names within ``_TYPO`` inserted and deleted letters of ``given``, and that number of letters."""
     matcher = difflib.SequenceMatcher(None, "", given, autojunk=False)
     found = {}
     for key in known:

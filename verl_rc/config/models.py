@@ -1,4 +1,4 @@
-"""The models of a run: which one is trained, how actor and critic are updated, and the reference the actor is held close to."""
+"""Configuration of the models: the trained model, the updates of actor and critic, and the reference policy."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,7 +31,7 @@ class ModelConfig(StrictModel):
 
 
 def model_source(path: str) -> str:
-    """``path`` as transformers takes it: that of a folder with ``~`` written out, a hub id as it is."""
+    """``path`` for transformers: ``~`` is expanded in the path of a folder, a hub id is left as it is."""
     folder = Path(path).expanduser()
     return str(folder) if folder.is_dir() else path
 
@@ -75,9 +75,9 @@ class FsdpConfig(StrictModel):
     dtype: Precision = "bfloat16"
     """Precision of forward and backward."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
+    """Free a layer's gathered weights between forward and backward: less memory, one more all-gather."""
     param_offload: bool = False
-    """Keep the weights in host memory while the model does not compute. Without effect on a CPU, where they are there anyway."""
+    """Keep the weights in host memory while the model does not compute. Without effect on a CPU."""
     optimizer_offload: bool = False
     """The same for the optimizer's moments."""
 
@@ -94,8 +94,8 @@ class CheckpointConfig(StrictModel):
     """``actor.checkpoint.*``: what is written every ``trainer.save_freq`` steps."""
 
     async_save: bool = False
-    """Write beside the next step. The run waits only until weights and moments are copied to host memory, 12 bytes per parameter
-    over all ranks; a checkpoint counts once all of it is written."""
+    """Write the checkpoint while the next steps run. The run waits only until weights and moments are copied to host memory, 12
+    bytes per parameter over all ranks; a checkpoint is valid once all of it is written."""
 
 
 class ActorConfig(RatioOptions):
@@ -114,7 +114,7 @@ class ActorConfig(RatioOptions):
     ppo_epochs: int = Field(1, ge=1)
     """Passes over the batch in each step."""
     shuffle: bool = False
-    """Draw a new order of rows in each pass."""
+    """Shuffle the rows in each epoch."""
     loss_agg_mode: LossAggregation = "token-mean"
     """How token losses become one number."""
     loss_scale_factor: int | None = Field(None, ge=1)
@@ -126,7 +126,7 @@ class ActorConfig(RatioOptions):
     kl_loss_coef: float = Field(0.001, ge=0)
     """Weight of that term."""
     kl_loss_type: KlKind = "low_var_kl"
-    """Its estimator. A ``+`` keeps the value and takes the gradient of k2, which is that of the divergence itself."""
+    """Estimator of the KL term. A ``+`` keeps the value and takes the gradient of k2, which is the gradient of the KL itself."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Choice of the policy loss."""
     optim: OptimConfig = OptimConfig()
@@ -154,7 +154,7 @@ class CriticModelConfig(StrictModel):
     use_remove_padding: bool | None = None
     """Pack real tokens instead of padding rows; null: ``actor_rollout_ref.model.use_remove_padding``."""
     enable_gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass; null: as the actor does."""
+    """Recompute activations in the backward pass; null: the actor's."""
     trust_remote_code: bool | None = None
     """Run code that comes with the model; null: as for the actor's."""
 
@@ -170,14 +170,14 @@ class CriticCheckpointConfig(StrictModel):
     """``critic.checkpoint.*``."""
 
     async_save: bool | None = None
-    """Write beside the next step; null: as the actor does."""
+    """Write the checkpoint while the next steps run; null: the actor's."""
 
 
 class CriticConfig(StrictModel):
-    """``critic.*``. A value left null follows the actor."""
+    """``critic.*``. A key that is null takes the actor's value."""
 
     enable: bool | None = None
-    """Train a critic; null: if the advantage estimator needs values (``gae``)."""
+    """Train a critic; null: only when the advantage estimator needs values (``gae``)."""
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
     """Sharding; both names mean FSDP2 here."""
     model: CriticModelConfig = CriticModelConfig()

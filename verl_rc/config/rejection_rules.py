@@ -1,4 +1,4 @@
-"""The rejection rules by name: what they look at, and what their thresholds bound."""
+"""The rejection rules by name: their statistic, its scope, and what their thresholds bound."""
 
 import difflib
 import math
@@ -28,7 +28,7 @@ class RejectionRule:
     """One option of ``rollout_rs``."""
 
     scope: Scope
-    """``token``: every token is judged by itself; ``seq_*``: the row is judged by the sum, mean or maximum over its tokens."""
+    """``token``: each token by itself; ``seq_*``: the whole row, by the sum, mean or maximum over its tokens."""
     divergence: Divergence
     """The per-token statistic. Of the log-ratio l = train - rollout: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l. Of the sampled
     token's probabilities p under train and q under rollout: tv = |p - q|, bkl = the KL divergence of q from p with all other
@@ -46,7 +46,7 @@ class RejectionRule:
 
     @property
     def largest(self) -> float:
-        """What the statistic of one token, a row's mean or a row's maximum can never exceed."""
+        """Upper limit of the statistic of one token, and so of a row's mean or maximum."""
         if self.scope == "seq_sum":
             return math.inf
         return _LARGEST[self.divergence]
@@ -69,7 +69,7 @@ class BoundedRule:
 
     @classmethod
     def from_threshold(cls, rule: RejectionRule, threshold: Threshold) -> "BoundedRule":
-        """k1 is minus the log-ratio, so a ratio within [L, U] is a statistic within [-ln U, -ln L]."""
+        """The rule with the bounds of ``threshold``; for k1, a ratio within [L, U] is a statistic within [-ln U, -ln L]."""
         if rule.bounds_ratio:
             return cls(rule, -math.log(threshold.upper), -math.log(threshold.reciprocal_lower))
         return cls(rule, -math.inf, threshold.upper)

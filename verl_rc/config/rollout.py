@@ -1,4 +1,4 @@
-"""How responses are sampled."""
+"""Configuration of the rollout engines and of sampling."""
 
 from typing import Any, Literal, Self
 
@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from verl_rc.config.schema import StrictModel
 
 DEFAULT_CPU_CACHE_MEGABYTES = 256
-"""What ``kv_cache_megabytes=null`` means on a CPU, MiB."""
+"""Default of ``kv_cache_megabytes`` on a CPU, MiB."""
 
 
 class ValKwargsConfig(StrictModel):
@@ -22,7 +22,7 @@ class ValKwargsConfig(StrictModel):
     n: int = Field(1, ge=1)
     """Samples per prompt."""
     do_sample: bool | None = None
-    """False: greedy, whatever the temperature; null: the temperature decides, as in verl."""
+    """False: greedy, at any temperature; null: the temperature decides, as in verl."""
 
     @model_validator(mode="after")
     def _sampling_needs_a_temperature(self) -> Self:
@@ -38,24 +38,24 @@ class EngineKwargsConfig(StrictModel):
     """``rollout.engine_kwargs.*``."""
 
     vllm: dict[str, Any] = {}
-    """Further keyword arguments of ``vllm.LLM``; they win over everything else."""
+    """Further keyword arguments of ``vllm.LLM``; they take precedence over all other keys."""
 
 
 class CheckpointEngineConfig(StrictModel):
-    """``rollout.checkpoint_engine.*``: the way weights take to the engines."""
+    """``rollout.checkpoint_engine.*``: how weights are transferred to the engines."""
 
     backend: Literal["auto", "broadcast", "ipc"] = "auto"
     """``broadcast`` (gloo or NCCL), or memory shared on the device (``ipc``; only with ``hybrid_engine``, where trainer and
     engine share a GPU and NCCL cannot connect them). ``auto``: ipc where they share GPUs."""
     update_weights_bucket_megabytes: int = Field(2048, ge=1)
-    """Largest piece that travels at once, MiB."""
+    """Size of a weight bucket, MiB."""
 
 
 class SyncProofConfig(StrictModel):
-    """``rollout.sync_proof.*``: how thoroughly it is proven that the engines hold the trainer's weights."""
+    """``rollout.sync_proof.*``: checks that the engines hold the trainer's weights."""
 
     canary_freq: int = Field(50, ge=0)
-    """Weight updates between two canary checks; 0: only at start. A canary generates tokens behind a cached prefix."""
+    """Weight updates between two canary checks; 0: only at the start. A canary check generates tokens after a cached prefix."""
     canary_num_prompts: int = Field(4, ge=1)
     """Prompts of one canary check."""
     canary_max_tokens: int = Field(12, ge=1)
@@ -76,16 +76,16 @@ class MultiTurnConfig(StrictModel):
     """How a call is written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen), or
     ``<tool>text</tool>`` for one tool with one argument."""
     max_assistant_turns: int | None = Field(None, ge=1)
-    """Turns of the policy; null: no limit but that of tokens."""
+    """Maximum number of the policy's turns; null: only tokens are limited."""
     max_user_turns: int | None = Field(None, ge=1)
-    """Answers of tools; null: no limit but that of tokens."""
+    """Maximum number of tool answers; null: only tokens are limited."""
     max_parallel_calls: int = Field(1, ge=1)
-    """Calls of one turn that are answered, the first ones."""
+    """Maximum number of calls answered in one turn, the first ones."""
     max_tool_response_length: int = Field(256, ge=1)
-    """Longest answer of a tool, characters; a longer one is cut, and marked as cut."""
+    """Maximum length of a tool's answer, characters; a longer answer is cut and marked."""
     tool_timeout_seconds: float = Field(60.0, gt=0)
-    """Longest time of one call of a tool, seconds; a tool that takes longer ends the run, as one that raises does (anything but
-    ``ToolError``)."""
+    """Time limit of one tool call, seconds. A tool that exceeds it ends the run; so does an exception other than
+    ``ToolError``."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """The side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle`` both."""
 
@@ -96,17 +96,17 @@ class RolloutConfig(StrictModel):
     name: Literal["vllm"] = "vllm"
     """The engine."""
     mode: Literal["async", "sync"] = "sync"
-    """Accepted for verl's recipes: generation overlaps nothing here, both words mean the same."""
+    """Accepted for verl's recipes; both values mean the same."""
     n: int = Field(1, ge=1)
     """Samples per prompt."""
     temperature: float = Field(1.0, gt=0)
-    """Logits are divided by it, in the engine and in the trainer."""
+    """Sampling temperature; the engine and the trainer divide logits by it."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Must be 1 for training: the trainer's distribution has no such filter."""
+    """Must be 1 for training: the trainer's log-probs do not apply this filter."""
     top_k: int = -1
     """Must be -1 for training, for the same reason."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Continue generation after the EOS token."""
     response_length: int | None = Field(None, ge=1)
     """Longest response, tokens; null: ``data.max_response_length``."""
     calculate_log_probs: bool = True
@@ -120,37 +120,37 @@ class RolloutConfig(StrictModel):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the engine's weights and activations."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """What an engine starts with; the trainer's weights come before its first sample. ``auto`` and ``safetensors`` read the
-    model's files, ``dummy`` spares that."""
+    """Initial weights of an engine, which the trainer's weights replace before the first sample. ``auto`` and ``safetensors``
+    read the model's files, ``dummy`` skips that."""
     quantization: str | None = None
     """Online quantisation of the engine's weights, e.g. ``fp8_per_channel``; null: none."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Precision of the key-value cache; ``auto``: that of the engine."""
+    """Precision of the KV cache; ``auto``: that of the engine."""
     kv_cache_megabytes: int | None = Field(None, ge=1)
-    """Size of the key-value cache, MiB; null: 256 on a CPU, from ``gpu_memory_utilization`` on a GPU."""
+    """Size of the KV cache, MiB; null: 256 on a CPU, from ``gpu_memory_utilization`` on a GPU."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
     """Share of a GPU's memory that the engine takes. Without effect on a CPU, where kv_cache_megabytes decides."""
     free_cache_engine: bool = True
-    """Let an engine that shares the trainer's GPU give its memory back while the trainer works. Without effect on a CPU."""
+    """Free the memory of an engine that shares the trainer's GPU while the trainer computes. Without effect on a CPU."""
     enforce_eager: bool = False
-    """Do not capture graphs (on a CPU the engine is always eager)."""
+    """Do not capture CUDA graphs (on a CPU the engine is always eager)."""
     max_model_len: int | None = Field(None, ge=2)
-    """Tokens of prompt and response; null: data.max_prompt_length + data.max_response_length."""
+    """Maximum tokens of prompt and response; null: data.max_prompt_length + data.max_response_length."""
     max_num_seqs: int = Field(256, ge=1)
-    """Sequences generated at once by one engine."""
+    """Maximum number of sequences that one engine generates at once."""
     max_num_batched_tokens: int = Field(8192, ge=1)
-    """Tokens of one engine iteration."""
+    """Maximum tokens of one engine iteration."""
     enable_chunked_prefill: bool = True
-    """Cut long prompts up to mix them with decoding. Without effect on a CPU, where vLLM cannot do it with seeded requests."""
+    """Split long prefills and mix them with decoding. Without effect on a CPU, where vLLM cannot do so with seeded requests."""
     enable_prefix_caching: bool = True
-    """Reuse the cache of shared prompt prefixes; it is emptied after every weight update."""
+    """Reuse the KV cache of shared prompt prefixes; it is emptied after every weight update."""
     engine_timeout_seconds: float = Field(3600.0, gt=0)
-    """Longest that an engine may take for one call (all its samples of a step, one weight update), seconds; one that takes longer
-    counts as hung: it is killed and replaced, as one that died is."""
+    """Time limit of one call of an engine (all its samples of a step, one weight update), seconds. An engine that exceeds it
+    counts as hung: it is killed and replaced, like an engine that died."""
     max_engine_replacements: int = Field(3, ge=0)
-    """Engines replaced in one step at most, after which the run ends; 0: the first one lost ends it."""
+    """Maximum number of engines replaced in one step; one more ends the run. 0: the first lost engine ends it."""
     seed: int = Field(42, ge=0, lt=1 << 32)
-    """The engine's own seed; every training request has its own besides (see ``trainer.seed``)."""
+    """The engine's seed; every training request has a seed of its own (see ``trainer.seed``)."""
     log_prob_use_dynamic_bsz: bool | None = None
     """Fill log-prob micro-batches by tokens; null: ``actor.use_dynamic_bsz``."""
     log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)

@@ -1,4 +1,4 @@
-"""WHAT rollout correction does: weights, rejection, and how they enter the loss."""
+"""Configuration of rollout correction: importance weights, rejection, and how they enter the loss."""
 
 import math
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class CorrectionSettings:
     opsm_threshold: float | None
     """Mean of rollout less train log-probs, in nats, above which a row's tokens with negative advantages are rejected."""
     nonfinite: Literal["reject_sequence", "reject_token", "neutral"]
-    """What becomes of a token whose log-prob is NaN or infinite; ``raise`` rejects its row until it raises."""
+    """Treatment of a token whose log-prob is NaN or infinite; ``raise`` rejects its row until the run stops."""
     full: bool
     """Whether the diagnostics beyond verl's are measured."""
     tests_misalignment: bool
@@ -85,7 +85,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     rollout_is_batch_normalize: bool = False
     """Divide the truncated weights by their mean over the batch: over tokens, or over rows where a row has one weight."""
     rollout_rs: str | list[str] | None = None
-    """Rejection rules, a list or comma-separated; what fails any of them is left out of the policy loss; null: none."""
+    """Rejection rules, a list or comma-separated; tokens and rows that fail one are left out of the policy loss. null: none."""
     rollout_rs_threshold: ThresholdInput = None
     """One threshold for all rules, or one for each. k1 rules take bounds on the ratio (one number u means 1/u to u), all others
     an upper bound on their statistic."""
@@ -98,23 +98,23 @@ class RolloutCorrectionConfig(PresetConstructors):
     """Off-policy sequence masking: tokens with a negative advantage are rejected in rows whose mean log-ratio rollout/train is
     above this many nats; null: none."""
     bypass_mode: bool = False
-    """Two policies instead of three: the rollout policy takes the proximal one's place, and nothing is recomputed."""
+    """Two policies instead of three: the rollout policy replaces the proximal policy, whose log-probs are not computed."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """The loss of bypass mode: PPO clip without weights, or the policy gradient with them."""
     rejection_denominator: Literal["original", "kept"] = "original"
     """What a loss is divided by: all response tokens, or the kept ones (which scales the gradient by 1/acceptance)."""
     rejected_in_group_baseline: Literal["include", "exclude"] = "include"
-    """Whether rows of which no token is kept count in their group's baseline."""
+    """Whether fully rejected rows count in their group's advantage baseline."""
     nonfinite_logprob: Literal["reject_sequence", "reject_token", "neutral", "raise"] = "reject_sequence"
-    """What becomes of a token whose log-prob is NaN or infinite: its row is rejected, it alone is, it counts as ratio 1, or
-    the run stops."""
+    """Treatment of a token whose log-prob is NaN or infinite: its row is rejected, only the token is rejected, its ratio is
+    taken as 1, or the run stops."""
     nonfinite_stop_fraction: float = Field(0.01, ge=0, le=1, allow_inf_nan=False)
     """Share of response tokens without a finite log-prob above which the run stops."""
     max_skipped_updates: int = Field(10, ge=1)
-    """Optimizer steps in a row of which rejection left nothing, after which the run stops."""
+    """Consecutive optimizer steps that were skipped because rejection kept no token, after which the run stops."""
     diagnostics: Literal["core", "full"] = "core"
-    """core: the metrics of verl. full: percentiles, raw and applied weights apart, effective sample sizes at every level, and
-    where rejection strikes."""
+    """core: verl's metrics. full: also percentiles, raw and applied weights, effective sample sizes at every level, and
+    which tokens are rejected."""
 
     @field_validator("rollout_is", mode="before")
     @classmethod
@@ -243,8 +243,8 @@ class RolloutCorrectionConfig(PresetConstructors):
             tests_misalignment=not self.bypass_mode,
         )
 
-    def decided_fields(self) -> dict[str, object]:
-        """What was decided, by field: what differs from the defaults, and the threshold and the loss that come into play."""
+    def effective_fields(self) -> dict[str, object]:
+        """The fields in effect: those that differ from their defaults, and the threshold and the loss that are used."""
         is_read = {"rollout_is_threshold": self.rollout_is is not None, "loss_type": self.bypass_mode}
         changed = self.model_dump(exclude_defaults=True)
         return {name: getattr(self, name) for name in type(self).model_fields if is_read.get(name, name in changed)}
@@ -258,7 +258,7 @@ class RolloutCorrectionConfig(PresetConstructors):
         return [] if self.rollout_rs is None else parse_rules(str(self.rollout_rs), f"{_SECTION}.rollout_rs")
 
     def rejection_bounds(self) -> dict[str, Threshold]:
-        """Every rejection rule with its bounds, in the order given. Raises ``ValueError`` for what cannot be meant."""
+        """Every rejection rule with its bounds, in the order given. Raises ``ValueError`` for invalid thresholds."""
         key = f"{_SECTION}.rollout_rs"
         rules = self.rejection_rules()
         if not rules:

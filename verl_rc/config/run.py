@@ -1,4 +1,4 @@
-"""WHAT a run is: the one tree, resolved and frozen, and how long it lasts, on what, and what it writes."""
+"""The whole configuration of a run, resolved and frozen; its length, devices and output."""
 
 import copy
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ AlertAction = Literal["warn", "skip", "save_and_stop"]
 
 
 class AlertsConfig(StrictModel):
-    """``trainer.alerts.*``: what happens when training goes wrong.
+    """``trainer.alerts.*``: actions when training goes wrong.
 
-    ``warn`` tells W&B and the console. ``skip`` also leaves the step's updates out; as after every step, the engines then get the
-    weights anew and forget what they cached. ``save_and_stop`` leaves them out, writes a checkpoint and ends the run. In bypass
-    mode the mismatch is known after the update only, so that it can be saved but not left out.
+    ``warn`` sends an alert to W&B and the console. ``skip`` also skips the step's updates; as after every step, the engines then
+    receive the weights again and empty their caches. ``save_and_stop`` skips the updates, writes a checkpoint and ends the run.
+    In bypass mode the mismatch is known only after the update, which therefore cannot be skipped.
     """
 
     mismatch: AlertAction = "warn"
-    """When ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` in bypass mode."""
+    """Action when ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` in bypass mode."""
     mismatch_limit: float | None = Field(0.5, gt=0)
     """Nats per token; null: never."""
     reward_collapse: AlertAction = "warn"
-    """When the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``."""
+    """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``."""
     reward_drop: float | None = Field(0.5, gt=0)
-    """Share of the best such mean so far, in size; a fall within four standard errors does not count. null: never."""
+    """Fraction of the absolute value of the best mean so far; a drop within four standard errors does not count. null: never."""
     reward_window: int = Field(5, ge=1)
     """Steps that are averaged."""
 
@@ -45,7 +45,7 @@ class TrainerConfig(StrictModel):
     experiment_name: str = "default"
     """Run name in W&B."""
     logger: list[str] = ["console", "wandb"]
-    """Where metrics go besides metrics.jsonl: console, wandb, tensorboard (one name, or a list)."""
+    """Sinks of metrics besides metrics.jsonl: console, wandb, tensorboard (one name, or a list)."""
     default_local_dir: UserPath | None = None
     """The run's folder; null: checkpoints/<project_name>/<experiment_name>."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -59,7 +59,7 @@ class TrainerConfig(StrictModel):
     total_epochs: int = Field(30, ge=1)
     """Passes over the training prompts."""
     total_training_steps: int | None = Field(None, ge=1)
-    """Steps in all, at most as many as the epochs have; null: as many."""
+    """Total steps, at most as many as the epochs have; null: all steps of the epochs."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
@@ -69,18 +69,18 @@ class TrainerConfig(StrictModel):
     save_freq: int = -1
     """Steps between checkpoints; <= 0: never. The last step always saves when it is > 0."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """``auto``: go on from the newest checkpoint in ``default_local_dir``, if there is one; ``disable``: start anew;
-    ``resume_path``: go on from ``resume_from_path``."""
+    """``auto``: resume from the newest checkpoint in ``default_local_dir``, if there is one; ``disable``: start from scratch;
+    ``resume_path``: resume from ``resume_from_path``."""
     resume_from_path: UserPath | None = None
     """Checkpoint folder (``.../global_step_N``) for ``resume_mode=resume_path``."""
     max_actor_ckpt_to_keep: int | None = Field(None, ge=1)
-    """Checkpoints kept, the newest ones; null: all."""
+    """Number of newest checkpoints that are kept; null: all."""
     max_nonfinite_updates: int = Field(3, ge=1)
-    """Optimizer steps in a row whose gradient is NaN or infinite, after which the run stops; each of them is left out."""
+    """Consecutive optimizer steps that were skipped because their gradient is NaN or infinite, after which the run stops."""
     critic_warmup: int = Field(0, ge=0)
     """Steps before this one train the critic only."""
     balance_batch: Literal[True] = True
-    """Rows are always shared out to ranks by token count; the key is accepted for verl's recipes."""
+    """Accepted for verl's recipes; rows are always balanced over ranks by token count."""
     log_val_generations: int = Field(0, ge=0)
     """Validation samples shown in a table."""
     rollout_data_dir: UserPath | None = None
@@ -88,12 +88,12 @@ class TrainerConfig(StrictModel):
     validation_data_dir: UserPath | None = None
     """Folder for validation samples as JSON lines; null: none."""
     ready_timeout_seconds: float = Field(300.0, gt=0)
-    """How long to wait for a process to become ready."""
+    """Time limit for a process to become ready."""
     alerts: AlertsConfig = AlertsConfig()
-    """What happens when mismatch or reward go wrong."""
+    """Actions when mismatch or reward go wrong."""
     hang_timeout_seconds: float = Field(1800.0, gt=0)
-    """How long to wait for any other answer of a process. Then the stacks of those that are silent are written to the run's
-    folder, all processes are killed and the run ends."""
+    """Time limit for any other answer of a process. After it, the stacks of the processes without an answer are written to the
+    run's folder, all processes are killed and the run ends."""
 
     @field_validator("logger", mode="before")
     @classmethod
@@ -113,7 +113,7 @@ class RayInitConfig(StrictModel):
     object_store_memory: int | None = Field(None, ge=80_000_000)
     """Shared memory of a local Ray, bytes; null: 512 MiB."""
     loopback_only: bool = True
-    """A local Ray listens on 127.0.0.1 alone; False: on every interface, where whoever reaches it can run code as you."""
+    """A local Ray listens on 127.0.0.1 only; False: on every interface, and anyone who can reach it can run code as you."""
     runtime_env: dict[str, Any] | None = None
     """Ray's runtime environment, e.g. ``py_executable`` or ``env_vars``."""
 
@@ -167,9 +167,9 @@ class ActorRolloutRefConfig(StrictModel):
     rollout: RolloutConfig = RolloutConfig()
     """How it is sampled."""
     ref: ReferenceConfig = ReferenceConfig()
-    """The policy it is held close to."""
+    """The reference policy of the KL penalty."""
     hybrid_engine: bool = True
-    """Engines share the trainer's devices; False: they have devices of their own."""
+    """Engines share the trainer's devices; False: they use separate devices."""
 
 
 class RunConfig(StrictModel):
@@ -195,7 +195,7 @@ class RunConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _follow_fallbacks(cls, given: Any) -> Any:
-        """Fill every value that follows another key; after this no reader needs to know the chains."""
+        """Fill every key that is null and takes the value of another key."""
         if not isinstance(given, Mapping):
             return given
         tree: dict[str, Any] = copy.deepcopy(dict(given))
@@ -210,12 +210,12 @@ class RunConfig(StrictModel):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is trained: as asked for, else because the estimator needs values."""
+        """Whether a critic is trained: ``critic.enable``, or where that is null, whether the estimator needs values."""
         return self.algorithm.estimator_reads("values") if self.critic.enable is None else self.critic.enable
 
     @property
     def needs_reference(self) -> bool:
-        """Whether anything compares with the reference policy."""
+        """Whether a KL penalty or KL loss uses the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
@@ -224,7 +224,7 @@ class RunConfig(StrictModel):
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
 
     @property
-    def longest_row(self) -> int:
+    def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response together."""
         return self.data.max_prompt_length + self.data.max_response_length
 
@@ -294,8 +294,8 @@ def _fill(tree: dict[str, Any], key: str, value: object) -> None:
     section[leaf] = value
 
 
-def foreign_code(config: RunConfig) -> dict[str, str]:
-    """For every ``trust_remote_code`` that is on, its key and the model whose code then runs with the user's rights."""
+def remote_code_keys(config: RunConfig) -> dict[str, str]:
+    """Each ``trust_remote_code`` key that is True, with the model whose code then runs with the user's rights."""
     model, critic, judge = config.actor_rollout_ref.model, config.critic.model, config.reward.reward_model
     switches = {
         "data.trust_remote_code": (config.data.trust_remote_code, model.path),

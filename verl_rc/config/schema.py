@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of (frozen, documented, closed to unknown keys), and walking their tree."""
+"""``StrictModel``, the base class of all configuration sections, and functions over the tree of sections."""
 
 import types
 from collections.abc import Iterator, Sequence
@@ -34,11 +34,11 @@ def _usable_path(text: str) -> str:
 
 
 UserPath = Annotated[str, AfterValidator(_usable_path)]
-"""A path, or the name of a model on the hub; ``~`` is the home of whoever starts the run."""
+"""A path, or a model's hub id; ``~`` is the home folder of the user who starts the run."""
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every leaf of a schema, in dotted form."""
+    """The dotted names of all leaves of a schema."""
     for name, field in schema.model_fields.items():
         section = section_of(field.annotation)
         if section is None:
@@ -74,7 +74,7 @@ def defaults(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 def default_at(schema: type[BaseModel], path: Sequence[str]) -> Any:
-    """The default of the leaf that ``path`` leads to, or of the list around it; None where there is none."""
+    """The default of the leaf at ``path``, or of the list that holds it; None without a default."""
     section: type[BaseModel] | None = schema
     for part in path:
         field = None if section is None else section.model_fields.get(part)
@@ -100,7 +100,7 @@ def has_key(schema: type[BaseModel], key: str) -> bool:
 
 
 def leads_to_leaf(schema: type[BaseModel], key: str) -> bool:
-    """Whether ``key`` is a leaf, lies below one, or is unknown: there is no section of the schema at it."""
+    """Whether ``key`` is not a section of the schema: a leaf, below a leaf, or unknown."""
     section: type[BaseModel] | None = schema
     for part in key.split("."):
         if section is None or part not in section.model_fields:
@@ -109,11 +109,11 @@ def leads_to_leaf(schema: type[BaseModel], key: str) -> bool:
     return section is None
 
 
-def needed_below(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The leaves that have no default at or below a key that was not given."""
+def required_leaves(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """The leaves without a default at or below ``path``; ``path`` itself when there are none."""
     section: type[BaseModel] | None = schema
     for part in path:
         section = section_of(section.model_fields[part].annotation) if section and part in section.model_fields else None
     fields = {} if section is None else section.model_fields
-    below = [leaf for name, field in fields.items() if field.is_required() for leaf in needed_below(schema, [*path, name])]
+    below = [leaf for name, field in fields.items() if field.is_required() for leaf in required_leaves(schema, [*path, name])]
     return below or [".".join(path)]

@@ -1,4 +1,4 @@
-"""Keeping passwords and tokens out of everything a run writes down."""
+"""Removing passwords and tokens from everything that a run writes."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,20 +15,20 @@ _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HIDDEN = "(hidden)"
 _OPEN_SECTIONS = (("ray_kwargs", "ray_init", "runtime_env"), ("actor_rollout_ref", "rollout", "engine_kwargs"))
-"""Where users put entries of their own; the schema's own keys hold no secrets, whatever they are called."""
+"""Sections with keys of the user's own; the schema's own keys never hold secrets."""
 
 
 def public_values(config: StrictModel) -> dict[str, Any]:
-    """The resolved configuration as a plain tree, fit to be written down or sent away.
+    """The resolved configuration as a plain tree without secrets, safe to write or send.
 
-    A text whose key looks like a secret's becomes ``${oc.env:<its key>,null}``: given back with ``--config-name``, such a file
-    takes the value from the environment. Credentials in a URL become ``(hidden)``.
+    A text whose key looks like a secret becomes ``${oc.env:<its key>,null}``, so a run started from the written file with
+    ``--config-name`` takes the value from the environment. Credentials in a URL become ``(hidden)``.
     """
     return without_secrets(config.model_dump(mode="json"), _from_environment)
 
 
 def without_secrets(tree: dict[str, Any], replace: Callable[[str], str] = lambda _: _HIDDEN) -> dict[str, Any]:
-    """A tree of configuration values, each secret replaced, in place, by what ``replace`` makes of its key."""
+    """Replace each secret of a configuration tree in place by ``replace`` of its key; returns the tree."""
     for path in _OPEN_SECTIONS:
         parent: Any = tree
         for name in path[:-1]:
@@ -39,7 +39,7 @@ def without_secrets(tree: dict[str, Any], replace: Callable[[str], str] = lambda
 
 
 def override_without_secrets(override: str) -> str:
-    """An override as it may be shown: without its value where that may hold an entry of the user's own."""
+    """An override without its value where the value may hold a key of the user's own."""
     key = override.lstrip("+~").partition("=")[0]
     is_open = any(f"{'.'.join(path)}.".startswith(f"{key}.") or key.startswith(".".join(path)) for path in _OPEN_SECTIONS)
     return f"{override.partition('=')[0]}={_HIDDEN}" if is_open else override

@@ -1,4 +1,4 @@
-"""WHAT a supervised warm start is."""
+"""Configuration of supervised fine-tuning."""
 
 from typing import Annotated
 

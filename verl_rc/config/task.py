@@ -1,4 +1,4 @@
-"""The task: where prompts come from, and where scores come from."""
+"""Configuration of the task: prompts and rewards."""
 
 from typing import Any, Literal, Self
 
@@ -23,8 +23,8 @@ class DataConfig(StrictModel):
     train_files: list[UserPath]
     """Files of training prompts, parquet, .jsonl or .json (one path, or a list)."""
     train_weights: list[float] | None = None
-    """Shares of the training files in every batch, one positive number per file, in any unit; null: files follow each other
-    and every row comes once per epoch. An epoch serves as many prompts either way."""
+    """Shares of the training files in every batch, one positive number per file, in any unit; null: files are concatenated
+    and every row is used once per epoch. An epoch has the same number of prompts either way."""
     val_files: list[UserPath]
     """Files of validation prompts, parquet, .jsonl or .json (one path, or a list)."""
     custom_cls: CustomDatasetConfig = CustomDatasetConfig()
@@ -42,19 +42,19 @@ class DataConfig(StrictModel):
     max_response_length: int = Field(512, ge=1)
     """Longest response, tokens; also the constant of ``seq-mean-token-sum-norm``."""
     shuffle: bool = True
-    """Draw a new order of prompts in every epoch."""
+    """Shuffle the prompts in every epoch."""
     seed: int | None = None
-    """Seed of that order; null: ``trainer.seed``."""
+    """Seed of the order of prompts; null: ``trainer.seed``."""
     filter_overlong_prompts: bool = False
-    """Leave prompts out that are longer than ``max_prompt_length``."""
+    """Drop prompts that are longer than ``max_prompt_length``."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a longer prompt that is not filtered out; ``left`` cuts its beginning off."""
+    """Treatment of a longer prompt that is not filtered out; ``left`` cuts off its beginning."""
     train_max_samples: int = Field(-1, ge=-1)
     """Use this many training prompts, chosen by seed (the first ones with ``shuffle=False``); -1: all."""
     val_max_samples: int = Field(-1, ge=-1)
     """Use this many validation prompts, chosen by seed (the first ones with ``shuffle=False``); -1: all."""
     dataloader_num_workers: int = Field(0, ge=0)
-    """Loader processes; 0 loads in the driver, which is fastest for text."""
+    """Processes of the data loader; 0 loads in the driver, which is fastest for text."""
     apply_chat_template_kwargs: dict[str, Any] = {}
     """Further arguments of the chat template, e.g. ``enable_thinking``."""
     trust_remote_code: bool = False
@@ -87,28 +87,28 @@ class RewardModelConfig(StrictModel):
     """``reward.reward_model.*``: a classifier with one output that judges prompt and response as one conversation."""
 
     enable: bool = False
-    """Score every response with the model. Its score is the reward, unless a function of your own makes one of it."""
+    """Score every response with the model. Its score is the reward unless a function of your own computes one from it."""
     model_path: UserPath | None = None
     """Folder or hub id of a sequence-classification model with a tokenizer and a chat template; needed with ``enable``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision it computes in."""
     micro_batch_size_per_gpu: int = Field(8, ge=1)
-    """Conversations it judges at once."""
+    """Conversations per forward pass."""
     max_length: int | None = Field(None, ge=1)
-    """Longest conversation, tokens; a longer one is a failure (``reward.on_failure``). null: what the model's positions
-    allow."""
+    """Maximum tokens of a conversation; a longer one is a failure (``reward.on_failure``). null: the model's maximum
+    positions."""
     n_gpus_per_node: int = Field(0, ge=0, le=1)
-    """GPUs of its own beside those of trainer and engines; 0: it computes on the CPU."""
+    """GPUs of the reward model, in addition to those of trainer and engines; 0: it computes on the CPU."""
     trust_remote_code: bool = False
     """Allow code that comes with a hub model."""
 
 
 class OverlongBufferConfig(StrictModel):
-    """``reward.reward_kwargs.overlong_buffer_cfg.*``: less score for responses that come near the limit (DAPO,
+    """``reward.reward_kwargs.overlong_buffer_cfg.*``: a length penalty on responses near the limit (DAPO,
     arXiv:2503.14476)."""
 
     enable: bool = False
-    """Take the penalty off every training score; validation scores stay as they are."""
+    """Subtract the penalty from training scores; validation scores stay unchanged."""
     len: int | None = Field(None, ge=1)
     """Tokens before ``max_resp_len`` over which the penalty grows from 0 to ``penalty_factor``; needed with ``enable``."""
     penalty_factor: float = Field(1.0, ge=0)
@@ -134,18 +134,18 @@ class RewardConfig(StrictModel):
     reward_model: RewardModelConfig = RewardModelConfig()
     """A model that judges responses."""
     reward_kwargs: RewardKwargsConfig = RewardKwargsConfig()
-    """What changes a score after the reward function."""
+    """Changes of a score after the reward function."""
     num_workers: int | None = Field(None, ge=1)
-    """Processes that call a function of your own, or compare built-in mathematics; null: one per core, at most 8."""
+    """Processes that call a function of your own or a built-in math scorer; null: one per core, at most 8."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """Longest time of one call, in seconds; then its process is killed and replaced, and the sample has failed."""
+    """Time limit of one call, seconds. After it, the process is killed and replaced, and the sample counts as failed."""
     memory_limit_megabytes: int | None = Field(None, ge=256)
-    """Address space of one such process, MiB; a call that needs more has failed. null: no limit."""
+    """Limit of the address space of one such process, MiB; a call that needs more fails. null: no limit."""
     on_failure: Literal["stop", "score"] = "stop"
-    """What happens when a response cannot be scored: a call that raises, hangs, kills its process or returns no number.
-    ``stop``: the run stops with a message that names the sample; ``score``: the sample gets ``failure_score`` and
-    counts as not right where there is an accuracy. Built-in mathematics that finds no end, or cannot read the row's ground
-    truth, is a wrong answer either way, and one such row is named a step. ``reward/failed_fraction`` counts all of these."""
+    """Action when a response cannot be scored: a call raises, hangs, kills its process or returns no number.
+    ``stop``: the run stops with a message that names the sample; ``score``: the sample gets ``failure_score`` and accuracy 0.
+    A built-in math scorer that exceeds the time limit or cannot parse the ground truth counts as a wrong answer in both cases,
+    and each step's log names one such row. ``reward/failed_fraction`` counts all of these."""
     failure_score: float | None = Field(None, allow_inf_nan=False)
     """The score of a failed sample with ``on_failure=score``, which needs it; refused otherwise."""
 

@@ -52,7 +52,7 @@ def parse_threshold(value: object, key: str) -> Threshold:
 
 
 def threshold_specs(value: object) -> list[object]:
-    """The separate thresholds of a value that may hold several: comma-separated text or a list; else the value itself."""
+    """The thresholds in ``value``: the parts of comma-separated text or of a list, else the value itself."""
     if isinstance(value, str):
         return list(value.split(","))
     if isinstance(value, Sequence):

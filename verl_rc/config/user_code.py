@@ -1,4 +1,4 @@
-"""Code of the user's own that a configuration names: functions by ``module:function``, and Python files."""
+"""Loading the user's own code: functions by ``module:function``, and Python files."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class NamedFunctions(Generic[Function]):
-    """Functions of one kind by name. Other names are looked up as ``module:function``."""
+    """A registry of functions of one kind by name. Unregistered names are imported as ``module:function``."""
 
     def __init__(self, kind: str, key: str, aliases: Mapping[str, str] | None = None) -> None:
         """``kind`` in words and the configuration's ``key`` are for messages; ``aliases``: further names of some of them."""
@@ -24,7 +24,7 @@ class NamedFunctions(Generic[Function]):
         return (*self._functions, *self._aliases)
 
     def register(self, name: str) -> Callable[[Function], Function]:
-        """Decorator: the function below it is known as ``name``. Raises ``ValueError`` when another one has it."""
+        """Decorator that registers a function as ``name``. Raises ``ValueError`` when the name is taken."""
 
         def register(function: Function) -> Function:
             if name in self._aliases or self._functions.get(name, function) is not function:

@@ -1,4 +1,4 @@
-"""The nouns: what one stage hands to the next, with the shape and unit of every field, and that its tokens stayed the same.
+"""The batch records that stages pass to each other, with shape and unit of every field, and fingerprints of their tokens.
 
 Symbols: ``B`` sequences (prompts x samples per prompt), ``P`` padded prompt width (padding left), ``R`` padded response width
 (padding right). Log-probs are in nats; the log-prob at response position t is that *of* response token t.
@@ -42,13 +42,13 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "tool_calls": (torch.int64, "B"),
     "scores": (torch.float32, "B"),
 }
-"""Dtype and shape of every field: a name means the same in all records."""
+"""Dtype and shape of every field; a field has the same meaning in all records."""
 
 
 def _check(record: Any) -> None:
-    """Raise ``ValueError`` naming the first field whose dtype or shape is not that of ``_FIELDS``; None is no field.
+    """Raise ``ValueError`` naming the first field whose dtype or shape differs from ``_FIELDS``; None is skipped.
 
-    The sizes of B, P and R are those of the record's ``tokens``, where it has them, else those of the first field that has them.
+    The sizes B, P and R are those of the record's ``tokens`` if it has any, else those of the first field with that dimension.
     """
     tokens = getattr(record, "tokens", None)
     sizes = {} if tokens is None else dict(zip("BR", tokens.responses.shape, strict=True))
@@ -68,7 +68,7 @@ def _check(record: Any) -> None:
 
 
 class TokenBatch(TensorClass):
-    """Prompts and the responses that follow them: all a model needs to score the responses."""
+    """Prompts and responses: the input for scoring responses with a model."""
 
     prompts: Tensor
     """int64 ``[B, P]``, padding on the left."""
@@ -90,7 +90,7 @@ class TokenBatch(TensorClass):
 
 
 class Completions(TensorClass):
-    """What an engine returns for its share of the requests, in the order of the requests."""
+    """The output of an engine for its share of the requests, in the order of the requests."""
 
     responses: Tensor
     """int64 ``[B, R]``, padding on the right."""
@@ -115,7 +115,7 @@ class Completions(TensorClass):
 
 
 class RolloutBatch(TensorClass):
-    """Everything sampled in one step. Rows of one prompt are adjacent."""
+    """All samples of one step. Rows of one prompt are adjacent."""
 
     tokens: TokenBatch
     """Prompts and responses."""
@@ -126,11 +126,11 @@ class RolloutBatch(TensorClass):
     policy_versions: Tensor
     """int64 ``[B, R]``: version of the weights that sampled each token, -1 where ``response_mask`` is False."""
     group_ids: Tensor
-    """int64 ``[B]``: which prompt of the step the row belongs to."""
+    """int64 ``[B]``: index of the row's prompt in the step."""
     finished: Tensor
     """bool ``[B]``: ended by a stop token."""
     fingerprints: Tensor | None = None
-    """int64 ``[B]``: of each row's tokens when they came from the engine; see ``verl_rc.data.batches``."""
+    """int64 ``[B]``: fingerprint of each row's tokens as returned by the engine; see ``fingerprints``."""
     num_turns: Tensor | None = None
     """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None: no tools."""
     tool_calls: Tensor | None = None
@@ -142,7 +142,7 @@ class RolloutBatch(TensorClass):
 
 
 class PolicyEvaluations(TensorClass):
-    """What the trainer's models say about the sampled tokens before the update."""
+    """Outputs of the trainer's models on the sampled tokens before the update."""
 
     old_log_probs: Tensor
     """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the step); in bypass mode
@@ -193,7 +193,7 @@ class TrainBatch(TensorClass):
 
 
 class CriticBatch(TensorClass):
-    """What the critic trains on."""
+    """The training batch of the critic."""
 
     tokens: TokenBatch
     """Prompts and responses."""
@@ -202,7 +202,7 @@ class CriticBatch(TensorClass):
     old_values: Tensor
     """float32 ``[B, R]``: the critic's value before each token, before the update; in units of reward."""
     returns: Tensor
-    """float32 ``[B, R]``: what the value is regressed on; in units of reward."""
+    """float32 ``[B, R]``: regression targets of the values; in units of reward."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -211,7 +211,7 @@ class CriticBatch(TensorClass):
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What one model says about response tokens, on the ``[B, R]`` grid, 0 on padding."""
+    """Outputs of one model on response tokens, ``[B, R]``, 0 on padding."""
 
     log_probs: Tensor
     """float32 ``[B, R]``, nats."""
@@ -227,11 +227,11 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """The result of a call to other processes, and how long they computed."""
+    """The result of a call to other processes, and the seconds they computed."""
 
     result: T
     busy_seconds: float
-    """Seconds the slowest of them itself computed; the rest of the wait was transport."""
+    """Seconds that the slowest process computed; the rest of the wait was transport."""
 
 
 def positions_mask(lengths: Tensor, width: int) -> Tensor:
@@ -270,15 +270,15 @@ __all__ = [
 
 _SEED = 0x5EED
 _TOKENS_AT_ONCE = 1 << 15
-"""So many 8-byte numbers stay in a core's cache: four to six times as fast as all rows at once."""
+"""Number of 8-byte numbers per block, which fit into a core's cache: four to six times as fast as all rows at once."""
 
 
 class TokensChangedError(RuntimeError):
-    """The tokens of a row are not those that were sampled."""
+    """The tokens of a row differ from the sampled ones."""
 
 
 def fingerprints(tokens: TokenBatch, response_mask: Tensor) -> Tensor:
-    """int64 ``[B]``: equal for rows of equal prompts, responses and ``response_mask`` (bool ``[B, R]``), whatever the padding.
+    """int64 ``[B]``: equal for rows with equal prompt, response and ``response_mask`` (bool ``[B, R]``); padding is ignored.
 
     Multilinear hashing modulo 2^64 (Lemire and Kaser, arXiv:1202.4961): every position has a random factor of its own, so two
     rows that differ by token ids below 2^30 collide with a probability below 2^-32. Comparable on machines with the same torch.
@@ -299,8 +299,8 @@ def fingerprints(tokens: TokenBatch, response_mask: Tensor) -> Tensor:
 
 
 def require_sampled_tokens(expected: Tensor, tokens: TokenBatch, response_mask: Tensor) -> None:
-    """Raise ``TokensChangedError`` naming rows whose fingerprint is not the ``expected`` one (int64 ``[B]``), taken when they
-    came from the engine."""
+    """Raise ``TokensChangedError`` naming rows whose fingerprint differs from the ``expected`` one (int64 ``[B]``), which was
+    computed when the engine returned them."""
     changed = (fingerprints(tokens, response_mask) != expected).nonzero()[:, 0].tolist()
     if changed:
         raise TokensChangedError(
@@ -312,7 +312,7 @@ def require_sampled_tokens(expected: Tensor, tokens: TokenBatch, response_mask: 
 
 @functools.lru_cache(maxsize=16)
 def _factors(width: int, stream: int) -> Tensor:
-    """int64 ``[width]``: random odd numbers; those of a narrower batch are the first of a wider one's."""
+    """int64 ``[width]``: random odd numbers; the factors of a narrower batch are a prefix of a wider batch's."""
     generator = torch.Generator().manual_seed(_SEED + stream)
     lowest = torch.iinfo(torch.int64).min
     drawn = [torch.randint(lowest, -lowest - 1, (1,), generator=generator) for _ in range(width)]

@@ -1,4 +1,4 @@
-"""Prompts in verl's data format: read, chosen, tokenised, and served batch by batch from a position that can be saved."""
+"""The prompt data set in verl's format: reading, selection, tokenisation, and a resumable stream of batches."""
 
 import bisect
 import itertools
@@ -42,7 +42,7 @@ def _bin_name(exponent: int) -> str:
 
 
 def evenly_spread(count: int, at_most: int) -> list[int]:
-    """Up to ``at_most`` of the numbers from 0 to ``count - 1``, the first and evenly spread others."""
+    """Up to ``at_most`` evenly spaced numbers from 0 to ``count - 1``, starting at 0."""
     return list(range(0, count, -(-count // at_most)))
 
 
@@ -51,17 +51,17 @@ class PromptRow:
     """One prompt of the data set."""
 
     row_index: int
-    """Place among all rows of the files, before any choice or filter: part of the seed of the row's samples."""
+    """Index among all rows of the files before selection and filter; part of the seed of the row's samples."""
     prompt_token_ids: list[int]
-    """The prompt under the chat template, ending where the answer begins."""
+    """Token ids of the prompt under the chat template, up to the start of the answer."""
     messages: list[dict[str, Any]]
     """The prompt as chat messages ``{role, content}``."""
     data_source: str
-    """Which scorer judges a response, and under which name validation reports it."""
+    """Name that selects the scorer and that validation metrics carry."""
     ground_truth: Any
-    """What the scorer compares a response with."""
+    """Expected answer, for the scorer."""
     extra_info: dict[str, Any]
-    """Further fields, handed to reward functions."""
+    """Further fields, passed to reward functions."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PromptOptions:
     max_prompt_length: int
     """Tokens."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """The side a longer prompt is cut on; ``error`` refuses it."""
+    """The side on which a longer prompt is cut; ``error`` refuses it."""
     filter_overlong: bool = False
     """Leave longer prompts out."""
     prompt_key: str = "prompt"
@@ -81,7 +81,7 @@ class PromptOptions:
 
     @classmethod
     def from_config(cls, config: DataConfig) -> "PromptOptions":
-        """The options that the ``data`` section means."""
+        """The options in the ``data`` section."""
         return cls(
             config.max_prompt_length,
             config.truncation,
@@ -93,7 +93,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class RowChoice:
-    """Which rows of the files are used."""
+    """The selection of rows of the files."""
 
     max_samples: int = -1
     """How many; -1: all."""
@@ -101,7 +101,7 @@ class RowChoice:
     """Chosen at random with this seed; None: the first rows."""
 
     def row_indices(self, num_rows: int) -> Sequence[int]:
-        """The rows used out of ``num_rows``, in ascending order."""
+        """The selected rows out of ``num_rows``, in ascending order."""
         if not 0 <= self.max_samples < num_rows:
             return range(num_rows)
         if self.seed is None:
@@ -110,7 +110,7 @@ class RowChoice:
 
 
 class PromptDataset(Dataset[PromptRow]):
-    """The prompts of some files, tokenised when they are asked for."""
+    """The prompts of some files, tokenised on access."""
 
     def __init__(self, files: Sequence[str | CustomRecords], tokenizer: Any, options: PromptOptions, choice: RowChoice) -> None:
         """Read ``files``, choose rows, filter. Raises ``ValueError`` naming the file, column or row that is wrong."""
@@ -144,12 +144,12 @@ class PromptDataset(Dataset[PromptRow]):
         return len(self._row_indices)
 
     def file_sizes(self) -> list[int]:
-        """Prompts of each file, after choice and filter; a file's prompts follow each other."""
+        """Number of prompts of each file after selection and filter; the files are concatenated."""
         ends = [bisect.bisect_left(self._row_indices, end) for end in self._ends]
         return [end - start for start, end in itertools.pairwise([0, *ends])]
 
     def data_sources(self) -> dict[str, str]:
-        """Every data source among the prompts, and where its first prompt stands."""
+        """Every data source with the location of its first prompt."""
         of_rows = [source for file in self._files for source in file.column("data_source")]
         first_rows: dict[str, int] = {}
         for row_index in self._row_indices:
@@ -157,7 +157,7 @@ class PromptDataset(Dataset[PromptRow]):
         return {source: self._record(row_index)[1] for source, row_index in first_rows.items()}
 
     def describe_lengths(self, at_most: int = 1000) -> str:
-        """How long ``at_most`` prompts are, in one line. Raises ``ValueError`` when one is too long for the options."""
+        """One line with the lengths of ``at_most`` prompts. Raises ``ValueError`` when one is too long for the options."""
         rows = [self._record(self._row_indices[index]) for index in evenly_spread(len(self), at_most)]
         token_ids = [(self._encode(*row)[1], row[1]) for row in rows]
         for ids, where in token_ids:
@@ -190,7 +190,7 @@ class PromptDataset(Dataset[PromptRow]):
         )
 
     def _record(self, row_index: int) -> tuple[Record, str]:
-        """A row of the files, and where it stands in words."""
+        """A row of the files, and its location in words."""
         number = bisect.bisect_right(self._ends, row_index)
         file = self._files[number]
         within = row_index - (self._ends[number] - len(file))
@@ -215,7 +215,7 @@ def _extra_info(record: Record, where: str) -> dict[str, Any]:
 
 
 def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list[int]:
-    """``token_ids`` cut to the longest length as ``truncation`` says; ``middle`` cuts out the middle.
+    """``token_ids`` cut to the maximum length according to ``truncation``; ``middle`` cuts out the middle.
 
     Raises ``ValueError`` naming the row (``where``) when the prompt is longer and ``truncation`` is ``error``.
     """
@@ -239,10 +239,10 @@ def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list
 
 
 def build_train_loader(config: DataConfig, tokenizer: Any, seed: int) -> "StatefulDataLoader[list[PromptRow]]":
-    """Batches of ``config.prompts_per_draw`` prompts; each pass is an epoch, whose last incomplete batch is left out.
+    """Build a loader of batches of ``config.prompts_per_draw`` prompts; an iteration is an epoch, without an incomplete batch.
 
     ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. ``seed`` is used when
-    ``data.seed`` is null. Raises ``ValueError`` for everything that is wrong with the data.
+    ``data.seed`` is null. Raises ``ValueError`` for invalid data.
     """
     data_seed = seed if config.seed is None else config.seed
     choice = RowChoice(config.train_max_samples, data_seed if config.shuffle else None)
@@ -263,9 +263,9 @@ def build_train_loader(config: DataConfig, tokenizer: Any, seed: int) -> "Statef
 
 
 def prompt_sources(files: Sequence[str], config: DataConfig, tokenizer: Any) -> Sequence[str | CustomRecords]:
-    """Where rows come from: the files themselves, or an instance of ``data.custom_cls`` that reads them.
+    """The sources of rows: the files, or an instance of ``data.custom_cls`` that reads them.
 
-    Raises ``ValueError`` when that class cannot be loaded or made.
+    Raises ``ValueError`` when that class cannot be loaded or instantiated.
     """
     return files if config.custom_cls.path is None else [CustomRecords(config, files, tokenizer)]
 
@@ -287,7 +287,7 @@ def _as_list(rows: list[PromptRow]) -> list[PromptRow]:
 def build_validation_rows(config: DataConfig, tokenizer: Any, seed: int) -> list[PromptRow]:
     """All validation prompts in the order of the files, or ``val_max_samples`` of them.
 
-    ``seed`` is used when ``data.seed`` is null. Raises ``ValueError`` for everything that is wrong with the data.
+    ``seed`` is used when ``data.seed`` is null. Raises ``ValueError`` for invalid data.
     """
     data_seed = seed if config.seed is None else config.seed
     choice = RowChoice(config.val_max_samples, data_seed if config.shuffle else None)
@@ -296,10 +296,10 @@ def build_validation_rows(config: DataConfig, tokenizer: Any, seed: int) -> list
 
 
 class PromptStream:
-    """Draws batches from a loader; a pass over the loader is an epoch, and the next one begins by itself."""
+    """Draws batches from a loader; an iteration of the loader is an epoch, and the next one starts automatically."""
 
     def __init__(self, loader: Any) -> None:
-        """``loader``: as ``build_train_loader`` makes one; nobody else may draw from it."""
+        """``loader``: result of ``build_train_loader``; it must have no other consumer."""
         self._loader = loader
         self._passing: Iterator[list[PromptRow]] | None = None
         self._batches_drawn = 0
@@ -309,7 +309,7 @@ class PromptStream:
         return len(self._loader)
 
     def draw(self) -> tuple[int, list[PromptRow]]:
-        """The next batch, and its epoch, from 0."""
+        """The next batch and its epoch, counted from 0."""
         while True:
             if self._passing is None:
                 self._passing = iter(self._loader)
@@ -326,11 +326,11 @@ class PromptStream:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch comes from: every batch drawn so far is used up."""
+        """The position of the next batch."""
         return {"batches_drawn": self._batches_drawn, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``. Raises ``ValueError`` when it is none, or belongs to other data or another order."""
+        """Resume from a ``state_dict``. Raises ``ValueError`` when it is invalid or of other data or another order."""
         if state.keys() != {"batches_drawn", "loader"}:
             raise ValueError(
                 f"the data position of a checkpoint must hold batches_drawn and loader, got {sorted(state)}: it was written by "

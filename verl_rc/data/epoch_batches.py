@@ -1,4 +1,4 @@
-"""The order in which rows of one or several files are served: batches of row numbers, new in every epoch, that resume exactly."""
+"""Resumable batch samplers: row numbers of one or several files, reshuffled in every epoch."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,9 +7,9 @@ from torch.utils.data import Sampler
 
 
 class EpochBatches(Sampler[list[int]]):
-    """Batches of row numbers, epoch after epoch; each pass over it serves the rest of one epoch.
+    """Batches of row numbers over epochs; each iteration yields the rest of one epoch.
 
-    The order depends on ``seed`` and the epoch alone. Rows that do not fill a last batch are left out of that epoch.
+    The order depends only on ``seed`` and the epoch. Rows that do not fill a last batch are dropped in that epoch.
     The epoch advances together with its last batch, so a state taken there continues with the next epoch.
     """
 
@@ -24,14 +24,14 @@ class EpochBatches(Sampler[list[int]]):
         self.epoch = 0
         """Epoch of the next batch, from 0."""
         self.position = 0
-        """Batches of that epoch already served."""
+        """Batches of that epoch that were already yielded."""
 
     def __len__(self) -> int:
         """Batches of one epoch."""
         return self._num_rows // self._batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Serve the rest of the current epoch."""
+        """Yield the rest of the current epoch."""
         serving = self.epoch
         order = self._order(serving)
         while self.epoch == serving:
@@ -42,7 +42,7 @@ class EpochBatches(Sampler[list[int]]):
             yield order[start : start + self._batch_size]
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Where the next batch comes from, and what the order depends on."""
+        """The position of the next batch, and the values that determine the order."""
         return {**self._identity(), "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int | bool | str]) -> None:
@@ -78,14 +78,14 @@ class EpochBatches(Sampler[list[int]]):
 
 
 class MixedBatches(EpochBatches):
-    """Batches in which every file has its share of the rows, epoch after epoch; they resume exactly.
+    """Batches in which every file has its share of the rows, over epochs; resumable.
 
-    An epoch serves as many rows as the files hold, though not each of them once: a file with more than its natural share
-    is passed through again, in a new order each time, and a file with less goes on in the next epoch where it stopped.
+    An epoch has as many rows as the files together. A file with more than its natural share is repeated in a new order; a file
+    with less continues in the next epoch where it stopped.
     """
 
     def __init__(self, file_sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool) -> None:
-        """``file_sizes``: rows of each file, which follow each other; ``weights``: their shares, in any unit.
+        """``file_sizes``: rows of each file, in the order of concatenation; ``weights``: their shares, in any unit.
 
         ``shuffle=False`` keeps the order of each file's rows. Raises ``ValueError`` when no batch can be filled, or a file
         has no row.
@@ -111,7 +111,7 @@ class MixedBatches(EpochBatches):
         return [int(first_rows[file]) + next(upcoming[file]) for file in self._files]
 
     def _rows_of(self, file: int, epoch: int) -> list[int]:
-        """What ``epoch`` serves of a file: a stretch of its endless passes, each a permutation of its rows."""
+        """The rows of a file in ``epoch``: a slice of an infinite sequence of permutations of its rows."""
         size, count = self._file_sizes[file], self._rows_per_epoch[file]
         first = epoch * count
         passes = range(first // size, (first + count - 1) // size + 1)

@@ -1,4 +1,4 @@
-"""Which rows train together: balancing rows over ranks and cutting them into micro-batches. Pure integer arithmetic."""
+"""Balancing rows over ranks and cutting them into micro-batches. Pure integer arithmetic."""
 
 import heapq
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ MicroBatches = list[list[int]]
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
-    """How much one forward pass may hold: a number of rows, or a number of tokens."""
+    """The size limit of one forward pass: a number of rows, or a number of tokens."""
 
     max_rows: int | None = None
     """Rows of one micro-batch on one rank; None: no limit by rows."""
     max_tokens: int | None = None
-    """Tokens (prompt and response) of one micro-batch on one rank; a longer single row travels alone."""
+    """Tokens (prompt and response) of one micro-batch on one rank; a longer row forms its own micro-batch."""
 
     def __post_init__(self) -> None:
         """Exactly one limit must be given."""
@@ -45,10 +45,9 @@ class MicroBatchLimit:
 def assign_rows(lengths: Sequence[int], num_ranks: int, limit: MicroBatchLimit) -> list[MicroBatches]:
     """Give every row to one rank and cut each rank's rows into micro-batches.
 
-    ``lengths`` are the rows' token counts. Returns for each rank its micro-batches (lists of row numbers). Every
-    rank gets the
-    same *number* of micro-batches, because FSDP's collectives need all ranks in every forward; a rank that has fewer
-    rows gets empty lists, for which it runs a forward that contributes nothing.
+    ``lengths`` are the rows' token counts. Returns for each rank its micro-batches (lists of row numbers). Every rank gets the
+    same *number* of micro-batches, because FSDP's collectives need all ranks in every forward pass; a rank with fewer rows gets
+    empty lists, for which it runs a forward pass that contributes nothing.
     """
     per_rank = balanced_partition(lengths, num_ranks)
     micro_batches = [_cut(rows, lengths, limit) for rows in per_rank]

@@ -1,4 +1,4 @@
-"""Rows as plain records: of parquet, JSON lines or JSON files, or of a class of the user's own, with errors that name them."""
+"""Reading rows from parquet, JSON lines or JSON files, or from the user's own class, with errors that name the row."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,12 @@ T = TypeVar("T")
 
 
 class RecordFile:
-    """One file of rows, read whole and kept as an Arrow table; rows become Python objects when they are asked for."""
+    """One file of rows in memory as an Arrow table; rows are converted to Python objects on access."""
 
     def __init__(self, path: str, columns: Sequence[str], optional_columns: Sequence[str] = ()) -> None:
         """Read ``columns`` (and ``optional_columns`` where they exist) of ``path``.
 
-        Raises ``ValueError`` when the file is missing, unreadable or empty, lacks one of ``columns``, or holds text that is no
-        UTF-8.
+        Raises ``ValueError`` when the file is missing, unreadable or empty, lacks one of ``columns``, or is not valid UTF-8.
         """
         self.path = path
         table = _read_table(path)
@@ -50,15 +49,15 @@ class RecordFile:
         return values
 
     def __getitem__(self, index: int) -> Record:
-        """Row ``index`` as a record; a column whose value is null is left in as None."""
+        """Row ``index`` as a record; null values are None."""
         record: Record = self._converted(lambda: self._table.slice(index, 1).to_pylist()[0], f"row {index}")
         return record
 
     def check_messages(self, name: str) -> None:
         """Raise ``ValueError`` naming the first row whose column ``name`` holds no chat messages.
 
-        Looks at the Arrow columns, without making Python objects; columns of other types than the usual are left to
-        ``check_messages`` of each row.
+        Checks the Arrow columns without creating Python objects; columns of unusual types are left to ``check_messages`` of each
+        row.
         """
         row = _first_row_without_messages(self._table.column(name))
         if row is not None:
@@ -125,11 +124,11 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {error}") from error
+        raise ValueError(f"{where} is not JSON: {error}") from error
 
 
 def _table_of(records: Any, unit: str) -> pa.Table:
-    """Records as a table of all their columns; those that a record lacks are null in it."""
+    """Records as a table of all their columns; missing values are null."""
     if not isinstance(records, list):
         raise ValueError(f"it holds no list but {type(records).__name__}")
     odd = next((number for number, record in enumerate(records, 1) if not isinstance(record, dict)), None)
@@ -169,7 +168,7 @@ _KEY = "data.custom_cls"
 
 
 class CustomRecords:
-    """The rows of an instance of ``data.custom_cls``, in the place of a data file.
+    """The rows of an instance of ``data.custom_cls``, instead of a data file.
 
     The class is called with verl's keyword arguments ``data_files``, ``tokenizer``, ``processor`` (always None) and
     ``config``, and has ``__len__`` and ``__getitem__``. A row is a mapping in verl's format: chat messages under
@@ -178,7 +177,7 @@ class CustomRecords:
     """
 
     def __init__(self, config: DataConfig, data_files: Sequence[str], tokenizer: Any) -> None:
-        """Make the instance. Raises ``ValueError`` when the class cannot be loaded, or has no length or no row."""
+        """Create the instance. Raises ``ValueError`` when the class cannot be loaded, or has no length or no row."""
         assert config.custom_cls.path is not None
         assert config.custom_cls.name is not None
         self.path = f"{config.custom_cls.name} of {config.custom_cls.path}"
@@ -204,7 +203,7 @@ class CustomRecords:
         return [self[index][name] for index in range(len(self))]
 
     def __getitem__(self, index: int) -> Record:
-        """Row ``index`` as a record. Raises ``ValueError`` when it is no mapping or lacks a column."""
+        """Row ``index`` as a record. Raises ``ValueError`` when it is not a mapping or lacks a column."""
         try:
             row = self._rows[index]
         except (Exception, SystemExit) as error:

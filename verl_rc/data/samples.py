@@ -1,4 +1,4 @@
-"""Samples: what was sampled with the scores it got, and putting together what was sampled in several calls."""
+"""Samples: responses with their scores, and concatenation of the samples of several calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from verl_rc.data.dataset import PromptRow
 
 @dataclass(frozen=True)
 class Samples:
-    """Responses and their scores, row for row; of a prompt all its samples are there. ``B`` rows."""
+    """Responses and their scores, row by row, with all samples of each prompt. ``B`` rows."""
 
     rollouts: RolloutBatch
     scores: Tensor
-    """float32 ``[B]``: outcome scores, with the overlong penalty if there is one."""
+    """float32 ``[B]``: outcome scores, including the overlong penalty if enabled."""
     prompts: list[PromptRow] = field(default_factory=list)
-    """``rollouts.group_ids`` count them. Formulas do not look at prompts, texts and extras and may go without."""
+    """The prompts; Indexed by ``rollouts.group_ids``. Prompts, texts and extras may be empty; no formula reads them."""
     texts: list[str] = field(default_factory=list)
     """``B`` decoded responses."""
     extras: dict[str, list[object]] = field(default_factory=dict)
@@ -60,18 +60,18 @@ class Samples:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the policy produced."""
+        """Number of tokens that the policy produced."""
         return int(torch.count_nonzero(self.rollouts.response_mask))
 
     def accuracies(self) -> list[float]:
-        """``acc`` of every sample; its score where the reward function gives no ``acc``."""
+        """``acc`` of every sample; its score when the reward function returns no ``acc``."""
         given = self.extras.get("acc", [None] * len(self))
         pairs = zip(given, self.scores.tolist(), strict=True)
         return [score if accuracy is None else float(str(accuracy)) for accuracy, score in pairs]
 
-    def of_prompts(self, groups: Sequence[int]) -> "Samples":
-        """The samples of some prompts, which are renumbered in the order given."""
-        rollouts, rows = take_groups(self.rollouts, groups)
+    def select_prompts(self, groups: Sequence[int]) -> "Samples":
+        """The samples of some prompts, which are renumbered in the given order."""
+        rollouts, rows = select_groups(self.rollouts, groups)
         return Samples(
             rollouts,
             self.scores[rows],
@@ -82,8 +82,8 @@ class Samples:
         )
 
     @classmethod
-    def joined(cls, parts: "Sequence[Samples]", pad_token_id: int) -> "Samples":
-        """Several parts as one, in order; prompts are numbered through, and an extra that a part lacks is None there.
+    def concatenate(cls, parts: "Sequence[Samples]", pad_token_id: int) -> "Samples":
+        """Concatenate parts in order; prompts are renumbered, and a missing extra becomes None.
 
         Raises ``ValueError`` when there is no part.
         """
@@ -97,7 +97,7 @@ class Samples:
         names = sorted({name for part in parts for name in part.extras})
         before = [part.unpenalised for part in parts if part.unpenalised is not None]  # all parts of a run have it, or none
         return cls(
-            join_rollouts(rollouts, pad_token_id),
+            concatenate_rollouts(rollouts, pad_token_id),
             torch.cat([part.scores for part in parts]),
             prompts=prompts,
             texts=[text for part in parts for text in part.texts],
@@ -106,8 +106,8 @@ class Samples:
         )
 
 
-def join_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
-    """The rows of all parts, in order, padded to the widest prompt and response; groups keep the ids they have.
+def concatenate_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
+    """The rows of all parts, in order, padded to the widest prompt and response; group ids stay unchanged.
 
     Raises ``ValueError`` when there is no part.
     """
@@ -119,8 +119,8 @@ def join_rollouts(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBa
     return joined
 
 
-def take_groups(rollouts: RolloutBatch, groups: Sequence[int]) -> tuple[RolloutBatch, list[int]]:
-    """The rows of ``groups``, which are renumbered 0, 1, … in the order given; also the numbers of the rows taken."""
+def select_groups(rollouts: RolloutBatch, groups: Sequence[int]) -> tuple[RolloutBatch, list[int]]:
+    """The rows of ``groups``, renumbered 0, 1, … in the given order, and the indices of these rows."""
     place = {group: index for index, group in enumerate(groups)}
     ids = rollouts.group_ids.tolist()
     rows = sorted((row for row, group in enumerate(ids) if group in place), key=lambda row: place[ids[row]])

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: from messages to token ids, and worked examples of which only the last answer is learnt."""
+"""Tokenizers and chat templates: encoding prompts, conversations, tool answers, and training examples for SFT."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ _REMOTE_CODE_PACKAGE = "transformers_modules"
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder or hub id as its files describe it.
+    """Load the tokenizer of a model folder or hub id from its ``tokenizer.json``.
 
     A ``tokenizer.json`` is read as it stands: ``AutoTokenizer`` of transformers 5 would replace the file's
     pre-tokenizer by that of the model's architecture, which cuts text of a custom vocabulary in the wrong places. Only
-    code that comes with the model (``trust_remote_code``) goes before the file. Without a padding token the end token
-    pads.
+    code that comes with the model (``trust_remote_code``) takes precedence over the file. Without a padding token, EOS is the
+    padding token.
 
-    Raises ``ValueError`` when the folder, the tokenizer, its chat template or its end token is missing.
+    Raises ``ValueError`` when the folder, the tokenizer, its chat template or its EOS token is missing.
     """
     folder = Path(path).expanduser()
     if path.startswith((".", "/", "~")) and not folder.is_dir():
@@ -37,7 +37,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     missing = [name for name in ("chat_template", "eos_token") if not getattr(tokenizer, name)]
     if missing:
         raise ValueError(
-            f"a tokenizer must have a chat template and an end token, but {path!r} lacks {' and '.join(missing)}. "
+            f"a tokenizer must have a chat template and an EOS token, but {path!r} lacks {' and '.join(missing)}. "
             "Add them to its tokenizer_config.json, or take the instruction-tuned variant of the model."
         )
     if tokenizer.pad_token_id is None:
@@ -69,7 +69,7 @@ def _load_files(source: str) -> PreTrainedTokenizerBase:
 def encode_prompt(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], template_arguments: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of ``messages`` under the chat template, ending where the assistant's answer begins.
+    """Token ids of ``messages`` under the chat template, up to the start of the assistant's answer.
 
     ``template_arguments`` go to the chat template (e.g. ``{"enable_thinking": False}``).
     """
@@ -87,7 +87,7 @@ def encode_messages(
         token_ids: list[int] = tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=True, return_dict=False, **(template_arguments or {})
         )
-    except Exception as error:  # whatever the template's own code raises
+    except Exception as error:  # a template's code may raise any exception
         raise ValueError(
             f"the chat template must render {reprlib.repr(messages)}, but raised {type(error).__name__}: {error}. Change the "
             "messages, data.apply_chat_template_kwargs, or the tokenizer's template."
@@ -98,14 +98,14 @@ def encode_messages(
 
 
 class ToolTurnEncoder:
-    """What stands between the end token of an assistant's turn and its next turn: the tools' answers, under the template.
+    """Encodes tool answers: the tokens between the EOS token of an assistant's turn and the start of its next turn.
 
-    Only these tokens come from text. The conversation before them stays the tokens it is, because text that is tokenised
-    again need not give the tokens that were sampled.
+    Only these tokens come from text. The conversation before them stays as token ids, because retokenised text need not give
+    the sampled tokens.
     """
 
     def __init__(self, tokenizer: Any, template_arguments: Mapping[str, Any] | None = None) -> None:
-        """Raises ``ValueError`` when the chat template does not end an assistant's turn with the end token."""
+        """Raises ``ValueError`` when the chat template does not end an assistant's turn with the EOS token."""
         self._tokenizer = tokenizer
         self._arguments = dict(template_arguments or {})
         self._turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
@@ -113,15 +113,15 @@ class ToolTurnEncoder:
         ends = [index for index, token_id in enumerate(before) if token_id == tokenizer.eos_token_id]
         if not ends:
             raise ValueError(
-                "for tools the chat template must end an assistant's turn with the end token, but it renders "
-                f"{tokenizer.decode(before)!r}. Change the tokenizer's chat template or end token."
+                "for tools the chat template must end an assistant's turn with the EOS token, but it renders "
+                f"{tokenizer.decode(before)!r}. Change the tokenizer's chat template or EOS token."
             )
         self._before = before[: ends[-1] + 1]
 
     def encode(self, answers: Sequence[str]) -> list[int]:
-        """Token ids of the answers, one ``tool`` message each, up to where the next turn begins.
+        """Token ids of the answers, one ``tool`` message each, up to the start of the next turn.
 
-        Raises ``ValueError`` when the template changes what stands before them.
+        Raises ``ValueError`` when the template changes the conversation before them.
         """
         messages = [*self._turns, *({"role": "tool", "content": text} for text in answers)]
         whole = encode_messages(self._tokenizer, messages, {**self._arguments, "add_generation_prompt": True})
@@ -136,11 +136,11 @@ class ToolTurnEncoder:
 
 @dataclass(frozen=True)
 class WorkedExample:
-    """A prompt and the answer to learn."""
+    """A training example for SFT: a prompt and its answer."""
 
     prompt_token_ids: list[int]
     answer_token_ids: list[int]
-    """The answer and what the chat template puts behind it, the end token first of all."""
+    """Token ids of the answer and of the chat template's text after it, starting with the EOS token."""
 
     @property
     def num_tokens(self) -> int:
@@ -149,7 +149,7 @@ class WorkedExample:
 
 
 def read_worked_examples(files: Sequence[str], messages_key: str, tokenizer: Any, max_length: int) -> list[WorkedExample]:
-    """Examples of data files whose column ``messages_key`` holds chat messages that end with the assistant's.
+    """Read the examples of data files whose column ``messages_key`` holds chat messages that end with the assistant's.
 
     Raises ``ValueError`` naming the file or row when a file or column is missing, a conversation does not end with the
     assistant, the chat template does not continue the prompt, or an example is longer than ``max_length`` tokens.

@@ -85,7 +85,7 @@ def _sample_in_batches(services: Services, state: RunState, record: StepRecord, 
         completions = weights.generate(services, state, batch, sampling, step, record).result
         rollouts = as_rollouts(services, batch, completions)
         parts.append(score(services, rows[start : start + size], rollouts, StepRecord()))
-    return Samples.joined(parts, services.tokenizer.pad_token_id)
+    return Samples.concatenate(parts, services.tokenizer.pad_token_id)
 
 
 def _show_samples(services: Services, samples: Samples, step: int) -> None:

@@ -116,8 +116,8 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
             "training/filter_groups/sampled_score_mean": float(scores.mean()),
         }
     )
-    informative = Samples.joined([part for part in kept if part.prompts], services.tokenizer.pad_token_id)
-    batch = informative.of_prompts(range(wanted))
+    informative = Samples.concatenate([part for part in kept if part.prompts], services.tokenizer.pad_token_id)
+    batch = informative.select_prompts(range(wanted))
     tokens_found = informative.num_tokens
     tokens_filtered = sum(part.num_tokens for part in drawn) - tokens_found
     sampler.record.ledger.book({"filtered": tokens_filtered, "surplus": tokens_found - batch.num_tokens})
@@ -128,7 +128,7 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
 def _informative_part(part: Samples, metric: str) -> Samples:
     scores = part.unpenalised if metric == "score" and part.unpenalised is not None else part.scores
     values = _numbers(replace(part, scores=scores), metric, "algorithm.filter_groups.metric")
-    return part.of_prompts(informative_groups(values, part.rollouts.group_ids.tolist()))
+    return part.select_prompts(informative_groups(values, part.rollouts.group_ids.tolist()))
 
 
 def describe_sampled(services: Services, batch: Samples, response_tokens: int, record: StepRecord) -> None:

@@ -13,7 +13,7 @@ from verl_rc.config.task import RewardConfig
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver.announce import announced, say
 from verl_rc.metrics import Metric, Reduction
-from verl_rc.rewards import RewardError, RewardOutput, RewardSample, build_reward, check_data_sources, undecided
+from verl_rc.rewards import RewardError, RewardOutput, RewardSample, build_reward, check_data_sources, score_on_timeout
 
 FAILURE_COLUMN = "reward_failure"
 """The extra that says why a sample has no score of its own; it is missing in samples that have one."""
@@ -48,11 +48,11 @@ class ResponseScorer:
     def _samples(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> tuple[list[RewardSample], dict[int, RewardError]]:
         """One sample per response, with the reward model's score if there is a model; and those it has none for."""
         if self._model is None:
-            return [RewardSample.of(row, text) for row, text in zip(rows, texts, strict=True)], {}
+            return [RewardSample.from_row(row, text) for row, text in zip(rows, texts, strict=True)], {}
         conversations = [[*row.messages, {"role": "assistant", "content": text}] for row, text in zip(rows, texts, strict=True)]
         samples, unjudged = [], {}
         for place, (row, text, answer) in enumerate(zip(rows, texts, self._model.score(conversations), strict=True)):
-            samples.append(RewardSample.of(row, text, None if isinstance(answer, str) else answer))
+            samples.append(RewardSample.from_row(row, text, None if isinstance(answer, str) else answer))
             if isinstance(answer, str):
                 unjudged[place] = RewardError(f"{answer}; this happened for {samples[place]}.")
         return samples, unjudged
@@ -82,7 +82,7 @@ class ResponseScorer:
 
     def _instead(self, sample: RewardSample, error: RewardError) -> RewardOutput:
         """What a failed sample gets. Raises ``RewardError`` when the run is to stop."""
-        built_in = None if _has_function(self._config) or self._model is not None else undecided(sample.data_source)
+        built_in = None if _has_function(self._config) or self._model is not None else score_on_timeout(sample.data_source)
         if built_in is not None:
             return RewardOutput(built_in.score, {"acc": built_in.acc, FAILURE_COLUMN: str(error)})
         if self._config.failure_score is not None:
@@ -129,7 +129,7 @@ def may_hang(config: RewardConfig, data_source: str) -> bool:
     """Whether samples of a source are scored by something that need not come to an end, and so in reward processes."""
     if _has_function(config):
         return True
-    return not config.reward_model.enable and undecided(data_source) is not None
+    return not config.reward_model.enable and score_on_timeout(data_source) is not None
 
 
 def _has_function(config: RewardConfig) -> bool:

@@ -21,7 +21,7 @@ from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
-from verl_rc.config.run import RunConfig, foreign_code
+from verl_rc.config.run import RunConfig, remote_code_keys
 from verl_rc.config.secrets import public_values
 from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import (
@@ -141,7 +141,7 @@ def _show_plan(config: RunConfig, folder: Path) -> None:
     save_resolved_config(config, folder)
     write_plan(config, folder)
     say("%s", plan_text(config))
-    for key, path in foreign_code(config).items():
+    for key, path in remote_code_keys(config).items():
         say("%s=True: Python code that comes with %s runs with your rights", key, path)
 
 
@@ -225,7 +225,7 @@ def _find_objective(config: RunConfig) -> None:
 
 def max_model_length(config: RunConfig) -> int:
     """Tokens of prompt and response that an engine must hold."""
-    return config.actor_rollout_ref.rollout.max_model_len or config.longest_row
+    return config.actor_rollout_ref.rollout.max_model_len or config.longest_sequence
 
 
 def engine_options(config: RunConfig, device: str) -> EngineOptions:

@@ -43,7 +43,7 @@ def train(services: Services, state: RunState) -> None:
         samples = supply.take(record)
         evaluations = stages.evaluate(services, samples.rollouts, record)
         state.rollout_gap_limit = stages.judge_proximal_gap(services, state, samples.rollouts, evaluations, record)
-        control = Control.of(algorithm, state.control)
+        control = Control.from_config(algorithm, state.control)
         with record.stage("adv"):
             scored = build_train_batch(samples, evaluations, algorithm, control, state.step)
         stages.describe_batch(services, samples, evaluations, scored, control, record)
@@ -80,7 +80,7 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
     if step < config.trainer.critic_warmup:
         guards.book_withheld(batch, record)
         return
-    control = Control.of(config.algorithm, state.control)
+    control = Control.from_config(config.algorithm, state.control)
     report, norms = stages.update_actor(services, state, batch, control, record)
     state.skipped_updates = count_skipped_updates(state.skipped_updates, report.kept_tokens, correction.max_skipped_updates)
     state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", norms, limit)

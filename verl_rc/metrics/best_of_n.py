@@ -1,4 +1,4 @@
-"""Several samples of each prompt: their mean and spread, and the expected best, worst and majority of n of them."""
+"""Statistics of several samples per prompt: mean, standard deviation, and the expected best, worst and majority of n."""
 
 import math
 from collections import Counter, defaultdict
@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_EXACT_VOTE = 64
-"""Samples of a prompt up to which majority votes are worked out; above, they are estimated from ``VOTES_HELD`` votes."""
-VOTES_HELD = 1000
+"""Largest number of samples of a prompt for exact majority votes; above it, ``SIMULATED_VOTES`` votes estimate them."""
+SIMULATED_VOTES = 1000
 """Votes drawn for that estimate."""
 VOTE_SEED = 42
 """Seed of that estimate."""
@@ -20,14 +20,14 @@ VOTE_SEED = 42
 
 @dataclass(frozen=True)
 class Sample:
-    """What is known of one sample of a prompt."""
+    """One sample of a prompt."""
 
     prompt: Hashable
     """Which prompt it answers; samples of one prompt need not be adjacent."""
     value: float
     """Finite."""
     answer: str | None = None
-    """What it votes for; None, no answer, is a vote like any other."""
+    """The answer it votes for; None (no answer) is a vote too."""
 
 
 class Moments(NamedTuple):
@@ -42,7 +42,7 @@ def summarise_samples(samples: Iterable[Sample], samples_per_prompt: int) -> dic
 
     With N = ``samples_per_prompt``: ``mean@N`` and, for N > 1, ``std@N`` (root of the unbiased variance, N - 1 in the
     denominator; 0 for a single value) and ``{best,worst,maj}@n/{mean,std}`` for every n of ``draw_sizes(N)``. ``maj`` is
-    left out when no sample has an answer. A prompt of which fewer than N samples are given is judged by those. Sums are
+    left out when no sample has an answer. A prompt with fewer than N samples is judged by those. Sums are
     exact: the order of the samples does not matter. Without samples the result is empty.
     """
     by_prompt: dict[Hashable, list[Sample]] = defaultdict(list)
@@ -57,7 +57,7 @@ def summarise_samples(samples: Iterable[Sample], samples_per_prompt: int) -> dic
 
 
 def draw_sizes(samples_per_prompt: int) -> list[int]:
-    """The n of ``best@n`` and its like: 2, 4, 8, ... below N, then N itself; none for N = 1."""
+    """The n of ``best@n``, ``worst@n`` and ``maj@n``: 2, 4, 8, ... below N, then N itself; none for N = 1."""
     sizes = {1 << exponent for exponent in range(samples_per_prompt.bit_length())} | {samples_per_prompt}
     return sorted(sizes - {1})
 
@@ -93,7 +93,7 @@ def winning_probabilities(counts: tuple[int, ...], draws: int) -> Mapping[int, f
     """Probability that an answer wins a vote of ``draws`` samples drawn with replacement, by how many samples give it.
 
     ``counts``: samples of each answer, ascending. Ties are shared equally, so answers with equal counts win equally
-    often. Exact up to ``LARGEST_EXACT_VOTE`` samples; above, an estimate from ``VOTES_HELD`` seeded votes.
+    often. Exact up to ``LARGEST_EXACT_VOTE`` samples; above, an estimate from ``SIMULATED_VOTES`` seeded votes.
     """
     if sum(counts) > LARGEST_EXACT_VOTE:
         return _estimated_winning_probabilities(counts, draws)
@@ -126,7 +126,7 @@ def _unbiased_std(values: Sequence[float]) -> float:
 
 
 def _last_drawn(ordered: Sequence[float], draws: int) -> Moments:
-    """Moments of the value that comes last in ``ordered`` among those drawn."""
+    """Moments of the last value in ``ordered`` that is drawn."""
     within = [(rank / len(ordered)) ** draws for rank in range(len(ordered) + 1)]
     return _moments(ordered, [within[rank + 1] - within[rank] for rank in range(len(ordered))])
 
@@ -142,13 +142,13 @@ def _winning_probability(counts: tuple[int, ...], candidate: int, draws: int) ->
     share = counts[candidate] / sum(counts)
     others = [count / sum(counts) for count in counts[:candidate] + counts[candidate + 1 :]]
     return math.fsum(
-        math.comb(draws, top) * share**top * _shared_lead(others, top, draws - top)
+        math.comb(draws, top) * share**top * _tied_win_probability(others, top, draws - top)
         for top in range(1, draws + 1)
         if len(others) * top >= draws - top
     )
 
 
-def _shared_lead(others: Sequence[float], top: int, draws: int) -> float:
+def _tied_win_probability(others: Sequence[float], top: int, draws: int) -> float:
     """Probability that ``draws`` votes all fall on ``others`` (their shares) and none has more than ``top`` of them, with a
     weight of 1 / (1 + t) when t of them have ``top``.
 
@@ -176,7 +176,7 @@ def _vote_transition(share: float, draws: int) -> NDArray[np.float64]:
 
 def _estimated_winning_probabilities(counts: tuple[int, ...], draws: int) -> Mapping[int, float]:
     shares = np.array(counts) / sum(counts)
-    votes = np.random.default_rng(VOTE_SEED).multinomial(draws, shares, size=VOTES_HELD)
+    votes = np.random.default_rng(VOTE_SEED).multinomial(draws, shares, size=SIMULATED_VOTES)
     leads = votes == votes.max(axis=1, keepdims=True)
     chances = (leads / leads.sum(axis=1, keepdims=True)).mean(axis=0)
     return {count: float(chances[np.array(counts) == count].mean()) for count in set(counts)}

@@ -1,4 +1,4 @@
-"""Metrics that stay outside their healthy range: said when it is certain, and not at every step again."""
+"""Warnings about metrics that stay outside their healthy range, repeated only after a number of quiet steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,38 +12,38 @@ _NEVER = (0, 0)
 
 
 @dataclass(frozen=True)
-class Complaint:
+class HealthWarning:
     """A metric outside its healthy range."""
 
     name: str
     value: float
     spec: MetricSpec
     steps: int
-    """Steps in a row that it has been outside."""
+    """Consecutive steps outside the healthy range."""
 
     def __str__(self) -> str:
-        """One line: the number, what would be healthy, how long, and what it measures."""
+        """One line: the value, the healthy range, the number of steps and the formula."""
         times = "this step" if self.steps == 1 else f"{self.steps} steps in a row"
         return f"{self.name} = {self.value:.3g}, healthy is {self.spec.healthy_in_words} ({times}): {self.spec.formula}"
 
 
 @dataclass(frozen=True)
 class HealthHistory:
-    """What was outside its healthy range up to now; belongs in a checkpoint."""
+    """The metrics outside their healthy range so far; stored in checkpoints."""
 
     steps_outside: dict[str, int] = field(default_factory=dict)
-    """By metric that is outside now: for how many steps in a row."""
+    """Consecutive steps outside the healthy range, by metric that is outside now."""
     last_said: dict[str, int] = field(default_factory=dict)
-    """By metric: the step in which it was complained about last."""
+    """The step of the last warning, by metric."""
 
 
 def judge_health(
     metrics: Mapping[str, float], step: int, history: HealthHistory, patience: int = 3, quiet_steps: int = 50
-) -> tuple[list[Complaint], HealthHistory]:
-    """What has to be said about a step, compared with the healthy ranges of the catalogue, and the history with this step.
+) -> tuple[list[HealthWarning], HealthHistory]:
+    """Compare a step's metrics with the healthy ranges of the catalogue; returns warnings and the updated history.
 
-    A metric is complained about once it was outside for ``patience`` steps in a row (at once where 0 alone is healthy), and not
-    again within ``quiet_steps`` steps. Only names below ``WATCHED_PREFIX`` are looked at; one that is missing keeps its count.
+    A warning is issued after ``patience`` consecutive steps outside the range (at once when only 0 is healthy), and not again
+    within ``quiet_steps`` steps. Only names below ``WATCHED_PREFIX`` are checked; a missing metric keeps its count.
     Raises ``ValueError`` when a number of steps is below 1.
     """
     if min(patience, quiet_steps) < 1:
@@ -61,11 +61,11 @@ def judge_health(
         is_quiet = name in last_said and step - last_said[name] < quiet_steps
         if is_certain and not is_quiet:
             last_said[name] = step
-            complaints.append(Complaint(name, value, spec, steps))
+            complaints.append(HealthWarning(name, value, spec, steps))
     return complaints, HealthHistory(steps_outside, last_said)
 
 
 def _is_inside(value: float, healthy: Bounds) -> bool:
-    """False for NaN, which is healthy nowhere."""
+    """Whether ``value`` is within the bounds; False for NaN."""
     low, high = healthy
     return (low is None or value >= low) and (high is None or value <= high)

@@ -1,4 +1,4 @@
-"""The record in which any part of a run reports one number, and its exact reduction, however records are split or ordered."""
+"""The metric record, and its exact reduction, which does not depend on how records are split or ordered."""
 
 import math
 from collections import defaultdict
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Reduction(StrEnum):
-    """How the records of one name become one number."""
+    """How the records of one name are reduced to one number."""
 
     MEAN = "mean"
     """Σ value·weight / Σ weight."""
@@ -32,7 +32,7 @@ class Metric:
     value: float
     reduction: Reduction = Reduction.MEAN
     weight: float = 1.0
-    """What a mean is weighted by, usually the tokens or rows behind ``value``; other reductions do not look at it."""
+    """Weight of a mean, usually the number of tokens or rows behind ``value``; other reductions ignore it."""
 
     def __post_init__(self) -> None:
         """Check the weight."""
@@ -43,7 +43,7 @@ class Metric:
 def reduce_metrics(records: Iterable[Metric]) -> dict[str, float]:
     """Reduces records to one number a name.
 
-    A mean whose weights are all 0 is left out: nothing was measured. NaN stays NaN in every reduction but ``LAST``.
+    A mean whose weights are all 0 is omitted. NaN stays NaN in every reduction but ``LAST``.
 
     Raises:
         ValueError: a name comes with two different reductions.
@@ -77,7 +77,7 @@ def _reduce_group(group: Sequence[Metric], reduction: Reduction) -> float | None
 
 
 def _weighted_mean(group: Sequence[Metric]) -> float | None:
-    """Records of weight 0 do not count, whatever their value: an empty micro-batch may well report NaN."""
+    """Weighted mean without the records of weight 0, because an empty micro-batch may report NaN."""
     counted = [record for record in group if record.weight > 0]
     if not counted:
         return None
@@ -86,5 +86,5 @@ def _weighted_mean(group: Sequence[Metric]) -> float | None:
 
 
 def _exact_sum(values: Sequence[float]) -> float:
-    """Correctly rounded, hence independent of the order; infinities and NaN propagate instead of raising."""
+    """A correctly rounded sum, hence independent of the order; infinities and NaN propagate instead of raising."""
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

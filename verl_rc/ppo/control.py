@@ -104,7 +104,7 @@ class Control:
     """Of the rejection rule; None: fixed by the configuration."""
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, moved: MovedControl | None = None) -> "Control":
+    def from_config(cls, algorithm: AlgorithmConfig, moved: MovedControl | None = None) -> "Control":
         """What a configuration asks for, with the numbers that the run has ``moved``; what is fixed now stays as configured."""
         given, moved = algorithm.kl_ctrl, moved or MovedControl()
         kl = KLController(given.kl_coef, given.target_kl if given.type == "adaptive" else None, given.horizon)

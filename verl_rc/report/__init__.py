@@ -1,1 +1,1 @@
-"""What people read: a configuration in words, and whether a run can start."""
+"""Reports for people: a configuration in words, preflight checks, training curves, generated documents."""

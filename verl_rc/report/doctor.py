@@ -1,4 +1,4 @@
-"""Preflight: whether a run can start here, before anything of it is started; its models, tokenizer, data and reward."""
+"""Preflight checks before a run starts: models, tokenizer, data and reward function."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -23,35 +23,35 @@ from verl_rc.report.preflight_machine import (
     check_packages,
     check_ports,
 )
-from verl_rc.rewards import RewardError, RewardSample, build_reward, undecided
+from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_timeout
 
 SAMPLED_PROMPTS = 1000
-"""Prompts whose lengths are counted, spread over a file."""
+"""Number of prompts per file whose lengths are counted, evenly spaced."""
 SCORED_ROWS = 3
-"""Rows that the reward function is tried on."""
+"""Number of rows on which the reward function is tried."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _BINS = 10
 
 
 @dataclass
 class Inputs:
-    """What the checks found on the way, for those that come after."""
+    """Results of earlier checks that later checks use."""
 
     shapes: dict[str, ModelShape] = field(default_factory=dict)
-    """By model path; those that could be read."""
+    """Shapes of the readable models by path."""
     tokenizer: Any = None
     rows: list[PromptRow] = field(default_factory=list)
     """Some training prompts."""
 
 
 def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """Every model's ``config.json`` is one that transformers knows; fills ``inputs.shapes``."""
+    """Check that transformers can read every model's ``config.json``; fills ``inputs.shapes``."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     for path, trusted in model_paths(config).items():
         try:
             if path.startswith((".", "/", "~")) and not Path(path).expanduser().is_dir():
                 raise ValueError("there is no such folder")
-            shape = ModelShape.of(path, trusted)
+            shape = ModelShape.from_model_folder(path, trusted)
         except (OSError, ValueError) as error:
             remedy = "pass a folder with a config.json, or a hub id that can be reached (actor_rollout_ref.model.path)"
             yield Finding("failed", "model", f"{path}: {_first_line(error)}", "it must be a Hugging Face model", remedy)
@@ -63,14 +63,14 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         if path == config.reward.reward_model.model_path:
             yield Finding("ok", "reward model", found)
             continue
-        yield Finding.of(shape.positions >= longest, "model", f"{found}, {shape.positions} positions", must, remedy)
+        yield Finding.from_condition(shape.positions >= longest, "model", f"{found}, {shape.positions} positions", must, remedy)
 
 
 def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """The tokenizer has a chat template and an end token, and its ids fit the model; fills ``inputs.tokenizer``."""
+    """Check that the tokenizer has a chat template and an EOS token and fits the model; fills ``inputs.tokenizer``."""
     path = config.actor_rollout_ref.model.path
     if path not in inputs.shapes and not Path(path).expanduser().is_dir():
-        yield Finding("note", "tokenizer", f"not looked at: there is no model {path}")
+        yield Finding("note", "tokenizer", f"not checked: there is no model {path}")
         return
     try:
         tokenizer = load_tokenizer(path, config.data.trust_remote_code)
@@ -83,7 +83,7 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
     inputs.tokenizer = tokenizer
     shape, size = inputs.shapes.get(path), len(tokenizer)
     vocabulary = size if shape is None else shape.vocabulary
-    yield Finding.of(
+    yield Finding.from_condition(
         size <= vocabulary,
         "tokenizer",
         f"{size} tokens, end {tokenizer.eos_token!r}; the chat template makes {len(token_ids)} tokens of the message '1'",
@@ -93,9 +93,9 @@ def check_tokenizer(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 
 
 def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """Files have their columns, prompts fit, and there are enough of them; fills ``inputs.rows``."""
+    """Check columns, prompt lengths and the number of prompts of the data files; fills ``inputs.rows``."""
     if inputs.tokenizer is None:
-        yield Finding("note", "data", "not looked at: there is no tokenizer")
+        yield Finding("note", "data", "not checked: there is no tokenizer")
         return
     wanted = {"data.train_files": (config.data.train_files, config.data.train_batch_size, config.data.train_max_samples)}
     wanted["data.val_files"] = (config.data.val_files, 1, config.data.val_max_samples)
@@ -112,7 +112,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         left = total * sum(length <= config.data.max_prompt_length for length in lengths) // len(lengths)
         usable = left if config.data.filter_overlong_prompts else total
         steps = _steps(config, usable) if key == "data.train_files" else ""
-        yield Finding.of(
+        yield Finding.from_condition(
             usable >= fewest,
             f"{key}, size",
             f"{usable} prompts{steps}",
@@ -122,7 +122,7 @@ def check_data(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
 
 
 def _steps(config: RunConfig, prompts: int) -> str:
-    """How far training prompts reach, where one pass over the files is one epoch and a step draws one batch."""
+    """The number of steps that the prompts suffice for, in words; empty where it is unknown (mixture, dynamic sampling)."""
     trainer, drawn = config.trainer, config.data.prompts_per_draw
     if config.data.train_weights is not None or config.algorithm.filter_groups.enable or prompts < drawn:
         return ""
@@ -162,7 +162,7 @@ def _lengths(config: RunConfig, key: str, lengths: Sequence[int], total: int) ->
     elif longer and data.truncation != "error":
         yield Finding("note", key, f"{shown}{counted}; {share} and cut (data.truncation={data.truncation})")
     else:
-        yield Finding.of(
+        yield Finding.from_condition(
             not longer,
             key,
             f"{shown}{counted}" + (f"; {share}" if longer else ""),
@@ -181,7 +181,7 @@ def _histogram(lengths: Sequence[int]) -> str:
 
 
 def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
-    """The reward function scores a ground truth and an empty response of some rows, in a process where a run would use one."""
+    """Check that the reward function scores a ground truth and an empty response, in a process where a run would use one."""
     own = config.reward.custom_reward_function
     if not inputs.rows and own.path is None:
         yield Finding("note", "reward", "not tried: there are no rows")
@@ -191,7 +191,7 @@ def check_reward(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
         return
     must = "it must give a finite number for every response"
     remedy = "correct the function (reward.custom_reward_function), or the data_source of the rows"
-    samples = [RewardSample.of(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")]
+    samples = [RewardSample.from_row(row, answer) for row in inputs.rows for answer in (str(row.ground_truth), "")]
     try:
         scores = _scores(config, samples)
     except (ConfigError, RewardError, ValueError) as error:
@@ -216,7 +216,7 @@ def _scores(config: RunConfig, samples: Sequence[RewardSample]) -> list[float]:
     function of the user's own cannot be loaded.
     """
     needs_process = config.reward.custom_reward_function.path is not None
-    if not needs_process and all(undecided(sample.data_source) is None for sample in samples):
+    if not needs_process and all(score_on_timeout(sample.data_source) is None for sample in samples):
         reward = build_reward(config.reward)
         return [reward(sample).score for sample in samples]
     with closing(RewardPool(config.reward.model_copy(update={"num_workers": 1}), config.trainer.ready_timeout_seconds)) as pool:
@@ -236,8 +236,8 @@ def _first_line(error: Exception) -> str:
 
 
 def examine(config: RunConfig) -> Iterator[Finding]:
-    """Every check of a valid configuration, cheap ones first. Loads no weights, starts at most a process for the
-    reward function, writes nothing that stays."""
+    """Run every check on a valid configuration, cheap ones first. Loads no weights, starts at most a process for the reward
+    function, leaves no files behind."""
     folder, inputs = Path(str(config.trainer.default_local_dir)), Inputs()
     yield from check_packages()
     yield from check_devices(config)

@@ -1,4 +1,4 @@
-"""A configuration in words: the objective with the source of every symbol, the step, the arithmetic, what has no effect."""
+"""A configuration in words: the objective with the source of every symbol, the step, the batch sizes, unused options."""
 
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ _WIDTH = 118
 _NAME_WIDTH = 12
 
 Row = tuple[str, str]
-"""A symbol or name, and what it means here."""
+"""A symbol or name, and its meaning."""
 
 _WEIGHTS = {
     "token": "the token's own ratio",
@@ -32,13 +32,13 @@ def write_plan(config: RunConfig, folder: Path) -> Path:
 
 
 def add_to_plan(folder: Path, title: str, line: str) -> None:
-    """Add a section to the plan that ``write_plan`` wrote: what only the started run knows."""
+    """Append a section to ``plan.txt`` with facts that are known only once the run has started."""
     with (folder / PLAN_FILE).open("a", encoding="utf-8") as plan:
         plan.write(f"\n{title}\n  {line}\n")
 
 
 def plan_text(config: RunConfig) -> str:
-    """What a valid configuration will do, for people. Reads no file, starts nothing."""
+    """The plan of a valid configuration as text. Reads no file, starts no process."""
     plan = plan_of(config)
     sections = {
         "Objective (minimised, once per mini-batch)": _objective(config, plan),
@@ -82,7 +82,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
             "π_roll",
             "rollout policy: the engine, as it reported the log-prob of each token it sampled (rollout_log_probs); constant",
         )
-    yield "A", "advantage (advantages); constant, from response_mask, whatever is rejected"
+    yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
     yield from _weight_symbols(config.algorithm.rollout_correction, plan)
     if policy.entropy_coeff:
         yield "H(π)", "entropy of the current policy at each token (entropys); carries a gradient"
@@ -192,7 +192,7 @@ def _advantages(config: RunConfig, plan: Plan) -> Iterator[str]:
     if advantages.spec is not None:
         rows.insert(1, ("A", f"{advantages.spec.formula}    ({advantages.spec.source})"))
     if advantages.excludes_rejected:
-        rows.append(("", "rows of which rejection keeps nothing do not count in it"))
+        rows.append(("", "fully rejected rows do not count in it"))
     reward = "outcome score at the last response token"
     if advantages.reward_kl:
         weight = f"{algorithm.kl_ctrl.kl_coef:g} ({algorithm.kl_ctrl.type})"
@@ -246,10 +246,10 @@ def _batch(plan: Plan) -> Iterator[str]:
         steps += f"; the first {sizes.critic_only_steps} do not update the actor"
     rows = f"{sizes.prompts} prompts x {sizes.samples} samples = {sizes.rows} rows a step"
     yield f"  {rows}, at most {sizes.rows_per_engine} for each of {sizes.engines} engine(s)"
-    yield f"  a row has at most {sizes.longest_prompt} + {sizes.longest_response} = {sizes.longest_row} tokens"
+    yield f"  a row has at most {sizes.longest_prompt} + {sizes.longest_response} = {sizes.longest_sequence} tokens"
     for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
         if update is not None:
-            yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_row)}")
+            yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_sequence)}")
     yield f"  training steps: {steps}"
 
 
@@ -268,7 +268,7 @@ def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
 
 def _without_effect(plan: Plan, is_changed: bool) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
-    for option in plan.inert:
+    for option in plan.unused:
         if option.is_changed == is_changed:
             kind = "only reported: " if option.metrics_only else ""
             reasons.setdefault(kind + option.reason, []).append(option.key)
@@ -287,7 +287,7 @@ def _table(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _wrapped(start: str, text: str) -> list[str]:
-    """``text`` behind ``start``, cut at words; further lines are indented below its first."""
+    """``text`` after ``start``, wrapped at words; further lines are indented below the first."""
     indent = start if not start.strip() else " " * len(start)
     further = indent + ("  " if not start.strip() else "")
     return textwrap.wrap(

@@ -1,4 +1,4 @@
-"""How much memory and disk a run will need, from a model's shape and the configuration: an estimate, with what to turn."""
+"""Estimates of a run's memory and disk usage from a model's shape and the configuration, with the keys that reduce them."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,12 +39,12 @@ _MICRO_BATCH = "ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu)"
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory depends on in a model."""
+    """The sizes of a model that determine its memory usage."""
 
     parameters: int
     """Weights; tied ones count once."""
     embedding_parameters: int
-    """Those of input and output embeddings, which quantisation leaves alone."""
+    """Weights of input and output embeddings, which quantisation does not change."""
     linear_width_sum: int
     """Σ (inputs + outputs) over the linear layers inside blocks: LoRA adapters of rank r have r times as many weights."""
     layers: int
@@ -54,7 +54,7 @@ class ModelShape:
     """Longest sequence, tokens."""
 
     @classmethod
-    def of(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
+    def from_model_folder(cls, path: str, trust_remote_code: bool = False) -> "ModelShape":
         """Read from a model folder's or hub id's ``config.json`` alone; no weights are loaded.
 
         Raises ``ValueError`` or ``OSError`` when there is none that transformers knows.
@@ -84,7 +84,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """One process of a role, in bytes."""
+    """Memory of one process of a role, in bytes."""
 
     role: str
     processes: int
@@ -95,7 +95,7 @@ class RoleMemory:
     cache: int = 0
     """Key-value cache."""
     baseline: int = 0
-    """Libraries, before any model."""
+    """Memory of the imported libraries, before any model is loaded."""
     knob: str = ""
     """What makes it smaller."""
 
@@ -106,30 +106,30 @@ class RoleMemory:
 
     @property
     def per_process(self) -> int:
-        """Of one process at its peak."""
+        """Peak memory of one process."""
         return self.model + self.baseline
 
     @property
     def total(self) -> int:
-        """Of all processes of the role."""
+        """Peak memory of all processes of the role."""
         return self.per_process * self.processes
 
 
 @dataclass(frozen=True)
 class _Update:
-    """What the activations of a role's update depend on."""
+    """The sizes that determine the activation memory of a role's update."""
 
     shape: ModelShape
     compute_bytes: int
-    """Of one number in forward and backward."""
+    """Bytes per number in forward and backward."""
     tokens: int
-    """Of a micro-batch on one rank."""
+    """Tokens of a micro-batch on one rank."""
     predicted_tokens: int
-    """Those among them that have logits."""
+    """Tokens of the micro-batch for which logits are computed."""
     checkpointing: bool
 
     def activations(self) -> int:
-        """What is alive at the start of a backward pass, and the logits."""
+        """Bytes of the activations at the start of a backward pass, and of the logits."""
         of_layer = self.tokens * self.shape.width * _ACTIVATION_BYTES * self.compute_bytes // 2
         kept = self.tokens * self.shape.width * self.compute_bytes * self.shape.layers + of_layer
         of_layers = kept if self.checkpointing else of_layer * self.shape.layers
@@ -137,15 +137,15 @@ class _Update:
 
 
 def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None) -> list[RoleMemory]:
-    """Every role at its own peak; ``shapes`` by model path. ``gpu_bytes``: memory of one GPU; None on a CPU.
+    """Peak memory of every role; ``shapes`` by model path. ``gpu_bytes``: memory of one GPU; None on a CPU.
 
-    On a CPU allocators keep what a role once had, so that the sum of the peaks is what a machine must have.
+    On a CPU allocators do not return memory, so a machine needs the sum of all peaks.
     """
     model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
     roles = [_actor(config, shapes[model.path], sizes)]
     if sizes.critic is not None:
         shape, fsdp = shapes[str(critic.model.path)], critic.fsdp_config
-        tokens = _micro_batch_tokens(sizes.critic, sizes.longest_row)
+        tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
         update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, bool(critic.model.enable_gradient_checkpointing))
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
         roles.append(replace(learner, activations=update.activations(), knob=f"critic.{_MICRO_BATCH}"))
@@ -162,8 +162,8 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
 def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic) -> RoleMemory:
     policy = config.actor_rollout_ref
     model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
-    tokens = _micro_batch_tokens(sizes.actor, sizes.longest_row)
-    predicted = tokens * sizes.longest_response // sizes.longest_row
+    tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
+    predicted = tokens * sizes.longest_response // sizes.longest_sequence
     activations = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, model.enable_gradient_checkpointing).activations()
     bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _bytes(rollout.dtype))
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
@@ -176,12 +176,12 @@ def _bytes(precision: str) -> int:
 
 
 def _trained_parameters(model: ModelConfig, shape: ModelShape) -> int:
-    """All of them, or with LoRA those of the adapters."""
+    """The number of trained parameters: all of them, or with LoRA those of the adapters."""
     return model.lora_rank * shape.linear_width_sum if model.lora_rank else shape.parameters
 
 
 def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained: int) -> RoleMemory:
-    """A rank's share of weights, gradients and AdamW's two moments, which have the precision of the master weights."""
+    """Memory of an actor's or critic's rank: its share of weights, gradients and AdamW's two moments."""
     master, compute = _bytes(fsdp.model_dtype), _bytes(fsdp.dtype)
     is_gathered = ranks > 1 or master != compute
     gathered = (shape.embedding_parameters + shape.parameters // shape.layers) * compute if is_gathered else 0
@@ -197,7 +197,7 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
 
 def _reward_model(config: RunConfig, shape: ModelShape) -> RoleMemory:
     judge, width = config.reward.reward_model, _bytes(config.reward.reward_model.dtype)
-    longest = judge.max_length or config.longest_row
+    longest = judge.max_length or config.longest_sequence
     of_layer = judge.micro_batch_size_per_gpu * longest * shape.width * _ACTIVATION_BYTES * width // 2
     return RoleMemory(
         "reward model",
@@ -241,14 +241,14 @@ def _micro_batch_tokens(update: UpdateArithmetic, longest: int) -> int:
 
 
 def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
-    """Memory of this machine that the whole run takes; on GPUs weights and activations lie elsewhere."""
+    """Host memory of the whole run; with GPUs, only the libraries, offloaded weights and moments, and checkpoint copies."""
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
     beside = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
     return sum(per_role) + (DRIVER_MIB + RAY_MIB) * MIB + beside
 
 
 def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
-    """Copies that checkpoints are written from with ``async_save``: two moments, and the trained weights."""
+    """Bytes of the host copies of trained weights and both moments that ``async_save`` writes from."""
     if config.trainer.save_freq <= 0:
         return 0
     copies = {
@@ -275,8 +275,7 @@ def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: boo
 
 
 def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
-    """The most that one GPU must hold, by what happens: one trainer role computes while the others rest and the engine sleeps
-    or not; the engine samples while trainers rest; or each has a GPU of its own."""
+    """Peak memory of one GPU by phase, an update and generation; engines may share the GPUs and sleep during the update."""
     engine = next(role for role in roles if role.role == "engine")
     learners = [role for role in roles if role.role in ("actor", "critic", "reference")]
     shares = config.actor_rollout_ref.hybrid_engine
@@ -290,7 +289,7 @@ def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
 
 
 def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int:
-    """Size of one checkpoint: weights and moments of the roles that learn (with LoRA of the adapters alone)."""
+    """Size of one checkpoint: weights and moments of actor and critic (with LoRA, of the adapters only)."""
     model, critic = config.actor_rollout_ref.model, config.critic
     size = 3 * _trained_parameters(model, shapes[model.path]) * _bytes(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
     if config.needs_critic:
@@ -299,7 +298,7 @@ def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int
 
 
 def model_paths(config: RunConfig) -> dict[str, bool]:
-    """Every model of a run, and whether its code may run."""
+    """The path of every model of a run, and whether its remote code is trusted."""
     model = config.actor_rollout_ref.model
     paths = {model.path: model.trust_remote_code}
     if config.needs_critic:

@@ -1,4 +1,4 @@
-"""A run's accuracy, reward, ESS and gap over its steps, as one picture."""
+"""Plotting a run's accuracy, reward, ESS and gap over its steps."""
 
 import io
 import json
@@ -22,7 +22,7 @@ _GAP = "sync/rollout_gap_mean"
 
 _COLOURS = ("#3b8ad8", "#e07b39", "#2fa36b", "#b565c7", "#c9a227", "#d9534f")
 _GREY = "#808080"
-"""Legible on white and on black: the picture has no background, so that it suits light and dark pages."""
+"""A colour that is legible on white and on black; the picture has a transparent background."""
 _STYLE: dict[str, Any] = {
     "font.size": 10.5,
     "text.color": _GREY,
@@ -45,21 +45,21 @@ _STYLE: dict[str, Any] = {
     "figure.constrained_layout.w_pad": 0.12,
 }
 _SMOOTHED_SHARE = 15
-"""The mean line of a panel averages one fifteenth of the run's steps."""
+"""The running mean of a panel covers one fifteenth of the run's steps."""
 _MAX_NAMED_SOURCES = 6
 _CANNOT_DRAW = (ImportError, AttributeError, OSError, ValueError, RuntimeError, MemoryError)
-"""A library that is missing or does not fit to another, its fonts, its folders, the disk, the metrics file."""
+"""Errors of a missing or incompatible library, its fonts and folders, the disk, or the metrics file."""
 
 
 @dataclass
 class Series:
-    """One metric over the steps that have a finite value of it."""
+    """One metric at the steps where it is finite."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: object) -> None:
-        """Append a value of ``metrics.jsonl``; numbers that are not finite are strings there, and are left out."""
+        """Append a value of ``metrics.jsonl``; non-finite numbers, which are strings there, are skipped."""
         if isinstance(value, int | float):
             self.steps.append(step)
             self.values.append(float(value))
@@ -77,7 +77,7 @@ class Curves:
 
 
 def read_curves(folder: Path) -> Curves:
-    """The curves of a run's ``metrics.jsonl``, a resumed or interrupted run's too.
+    """Read the curves from a run's ``metrics.jsonl``, also of a resumed or interrupted run.
 
     Raises ``ValueError`` when ``folder`` is not that of a run, or the run has not logged a step.
     """
@@ -128,7 +128,7 @@ def draw_run(folder: Path) -> Path:
 
 
 def picture_line(folder: Path) -> str:
-    """Draw the run in ``folder`` and say where the picture is; a run does not fail because its picture cannot be drawn."""
+    """Plot the run in ``folder``; returns a line with the file or the error, so that a failure does not fail the run."""
     try:
         return f"training curves: {draw_run(folder)}"
     except _CANNOT_DRAW as error:
@@ -156,7 +156,7 @@ def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]
     panel.set_title(f"{what} on validation prompts")
     panel.set_ylabel("share of right answers" if what == "Accuracy" else "mean")
     if not validation:
-        _say_nothing_measured(panel)
+        _write_no_data(panel)
     for index, ((source, _), series) in enumerate(sorted(validation.items())):
         colour = _COLOURS[index % len(_COLOURS)]
         panel.plot(series.steps, series.values, color=colour, marker="o", markersize=5, label=source)
@@ -171,11 +171,11 @@ def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]
 
 
 def _draw_metric(panel: "Axes", series: Series, title: str, unit: str) -> None:
-    """Every step faintly, and their running mean with its last value."""
+    """Plot every step in a light colour, and the running mean with its last value."""
     panel.set_title(title)
     panel.set_ylabel(unit)
     if not series.steps:
-        _say_nothing_measured(panel)
+        _write_no_data(panel)
         return
     width = max(1, len(series.steps) // _SMOOTHED_SHARE)
     means = running_mean(series.values, width)
@@ -187,7 +187,7 @@ def _draw_metric(panel: "Axes", series: Series, title: str, unit: str) -> None:
 
 
 def _write_value(panel: "Axes", step: int, value: float, rise: Literal["below", "level"] = "level") -> None:
-    """A number at the right of a point, or at its lower right."""
+    """Write a number to the right of a point, or to its lower right."""
     offset, vertical = ((7, 0), "center") if rise == "level" else ((6, -4), "top")
     panel.annotate(
         f"{value:.3g}",
@@ -205,5 +205,5 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width) for i in range(len(values))]
 
 
-def _say_nothing_measured(panel: "Axes") -> None:
+def _write_no_data(panel: "Axes") -> None:
     panel.text(0.5, 0.5, "not measured in this run", transform=panel.transAxes, ha="center", va="center", style="italic")

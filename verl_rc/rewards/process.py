@@ -1,6 +1,6 @@
-"""The inside of a reward process: it loads the reward function once and scores one sample after the other.
+"""The main function of a reward process, which loads the reward function once and scores samples in sequence.
 
-Its first command-line argument is the file descriptor of its end of the connection to the driver.
+Its first command-line argument is the file descriptor of its connection to the driver.
 """
 
 import math
@@ -23,28 +23,28 @@ _GRACE_SECONDS = 5
 
 @dataclass(frozen=True)
 class Ready:
-    """The first answer of a process whose reward function is loaded."""
+    """First answer of a process that has loaded the reward function."""
 
 
 @dataclass(frozen=True)
-class Refused:
-    """The first answer of a process that cannot load it."""
+class LoadFailed:
+    """First answer of a process that cannot load the reward function."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The answer for a sample that could not be scored."""
+    """Answer for a sample that could not be scored."""
 
     reason: str
 
 
-Answer = Ready | Refused | Failed | RewardOutput
+Answer = Ready | LoadFailed | Failed | RewardOutput
 
 
 def serve(connection: Connection) -> None:
-    """Receive a ``RewardConfig`` and answer ``Ready`` or ``Refused``; then answer every ``RewardSample`` until the other end
+    """Receive a ``RewardConfig`` and answer ``Ready`` or ``LoadFailed``; then answer every ``RewardSample`` until the other end
     closes."""
     config: RewardConfig = connection.recv()
     try:
@@ -52,7 +52,7 @@ def serve(connection: Connection) -> None:
         if config.custom_reward_function.path is None:
             load_verifier()  # now, and not within the first sample's time
     except ValueError as error:
-        connection.send(Refused(str(error)))
+        connection.send(LoadFailed(str(error)))
         return
     connection.send(Ready())
     if config.memory_limit_megabytes is not None:

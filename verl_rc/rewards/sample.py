@@ -1,4 +1,4 @@
-"""What a reward function is asked (one response, and what is known about its prompt) and what it says about it, checked."""
+"""The input of a reward function (one response and its prompt's row) and its checked output."""
 
 import math
 import reprlib
@@ -18,20 +18,20 @@ class RewardSample:
     """One response to be scored."""
 
     row_index: int
-    """Place of the prompt among all rows of its files."""
+    """Index of the prompt among all rows of its files."""
     data_source: str
-    """Which scorer judges the response."""
+    """Name that selects the scorer."""
     ground_truth: Any
-    """What the response is compared with."""
+    """Expected answer."""
     extra_info: dict[str, Any]
     """Further fields of the row."""
     solution_str: str
     """The response as text."""
     reward_model_score: float | None = None
-    """What the reward model says about the response; None without one."""
+    """Score of the reward model; None without one."""
 
     @classmethod
-    def of(cls, row: "PromptRow", solution_str: str, reward_model_score: float | None = None) -> "RewardSample":
+    def from_row(cls, row: "PromptRow", solution_str: str, reward_model_score: float | None = None) -> "RewardSample":
         """The sample of a response to ``row``."""
         return cls(row.row_index, row.data_source, row.ground_truth, row.extra_info, solution_str, reward_model_score)
 
@@ -41,7 +41,7 @@ class RewardSample:
 
 
 _REPR = reprlib.Repr()
-"""Shows objects that raise when they are shown, and those without end, too."""
+"""A repr that also works for objects whose own repr raises or is very long."""
 _REPR.maxstring = _REPR.maxother = 80
 
 
@@ -51,7 +51,7 @@ class RewardError(ValueError):
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """The score of one response and whatever else the reward function reports about it."""
+    """The score of one response and further values that the reward function returned."""
 
     score: float
     """The reward, finite; it is placed on the response's last token."""
@@ -99,7 +99,7 @@ def _is_finite(number: Real | int) -> bool:
 
 
 def _plain(value: object, name: str, sample: object) -> object:
-    """``value`` in exactly Python's own types: the driver need not know the classes of the user's module."""
+    """``value`` converted to Python's built-in types, because the driver cannot unpickle classes of the user's module."""
     value = _unwrapped(value)
     if value is None or isinstance(value, bool):
         return value
@@ -125,12 +125,12 @@ def _unwrapped(value: object) -> object:
 
 
 def _text(value: str) -> str:
-    """``value`` as UTF-8 can write it; what it cannot, half a surrogate pair, is escaped."""
+    """``value`` as valid UTF-8; lone surrogates are escaped."""
     return value.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _shown(value: object) -> str:
-    """``value`` for a message: short, whatever it is."""
+    """A short repr of ``value`` for a message."""
     try:
         return _REPR.repr(value)
     except ValueError:  # an integer of more digits than Python writes

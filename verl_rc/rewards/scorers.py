@@ -8,7 +8,7 @@ from typing import Any
 
 
 def exact_match(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """Score 1.0 when ``solution_str`` without blanks at its ends equals ``ground_truth``, else 0.0."""
+    """Score 1.0 when the stripped ``solution_str`` equals ``ground_truth``, else 0.0."""
     answer = solution_str.strip()
     right = float(answer == str(ground_truth).strip())
     return {"score": right, "acc": right, "pred": answer}
@@ -29,7 +29,7 @@ _ANSWER = re.compile(r"####\s*\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
 def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 when the last number written after ``####`` equals ``ground_truth`` as a number, else 0.0.
 
-    Thousands separators and a dollar sign are ignored; a response without ``####`` is wrong whatever numbers it holds.
+    Thousands separators and a dollar sign are ignored; a response without ``####`` is always wrong.
     Raises ``ValueError`` when ``ground_truth`` is no number.
     """
     expected = _as_number(str(ground_truth))
@@ -42,7 +42,7 @@ def gsm8k(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def _as_number(text: str) -> Decimal | None:
-    """The number that ``text`` is, or that follows its ``####``; None when it is none."""
+    """``text``, or the part after its ``####``, as a number; None when it is not a number."""
     try:
         number = Decimal(text.rpartition("####")[2].strip().lstrip("$").replace(",", ""))
     except InvalidOperation:
@@ -71,8 +71,8 @@ def math_answer(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """Score 1.0 when the last ``\\boxed{}`` of ``solution_str`` means the same as ``ground_truth``, else 0.0.
 
     Equality is math-verify's: sets, intervals, fractions, units and rounding are understood. Percent and degree signs are
-    ignored as in verl's scorers: 50 % is 50, and not 0.5. It need not come to an end, and has no time limit here: call it in
-    a process that can be killed.
+    ignored as in verl's scorers: 50 % is 50, not 0.5. It may not terminate and has no time limit of its own: call it in a
+    process that can be killed.
     Raises ``ValueError`` when ``ground_truth`` cannot be read as mathematics.
     """
     answer = last_boxed(solution_str)
@@ -97,7 +97,7 @@ def dapo_math(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{}`` or ``\\fbox{}`` of ``text``; None without one or when it is not closed.
+    """The content of the last ``\\boxed{}`` or ``\\fbox{}`` of ``text``; None without one or when it is not closed.
 
     ``\\boxed 7``, without braces, holds what comes before the next blank or dollar sign.
     """
@@ -115,7 +115,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _means_the_same(answer: str | None, ground_truth: str) -> bool:
-    """Whether ``answer`` (None: there is none) is right; looks at ``ground_truth`` even if there is none."""
+    """Whether ``answer`` (None: no answer) is right; parses ``ground_truth`` even without an answer, so that errors show."""
     if answer == ground_truth.strip() != "":
         return True
     verifier = load_verifier()
@@ -134,7 +134,7 @@ def _means_the_same(answer: str | None, ground_truth: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """``text`` without what does not change its meaning."""
+    """``text`` without units, percent and degree signs, which do not change its meaning."""
     return _IGNORED.sub("", _NUMBER_AS_TEXT.sub(r"\1", text.replace("~", " ").rstrip(" .\\")))
 
 

@@ -1,4 +1,4 @@
-"""Masked sums and whitening, rows in blocks, log-probs from logits, divergences: what the mathematics is written with."""
+"""Tensor operations: masked sums and whitening, row blocks, log-probs from logits, divergence estimators."""
 
 from verl_rc.tensor_ops.divergence import (
     KL_KINDS,

@@ -8,7 +8,7 @@ from torch import Tensor
 from verl_rc.config.models import KlKind
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are held within ± this many nats before they are exponentiated: e^20 = 4.85e8."""
+"""Log-ratios are clamped to ± this many nats before they are exponentiated: e^20 = 4.85e8."""
 _K3_BOUND = 10.0
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 KL_KINDS: tuple[str, ...] = get_args(KlKind)
@@ -48,7 +48,7 @@ def _estimate(difference: Tensor, kind: str) -> Tensor:
 
 
 def bound_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Nats, within ± ``LOG_RATIO_BOUND``."""
+    """Clamp a log-ratio (nats) to ± ``LOG_RATIO_BOUND``."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
@@ -63,15 +63,15 @@ def k2_estimate(log_ratio: Tensor) -> Tensor:
 
 
 def k3_estimate(log_ratio: Tensor) -> Tensor:
-    """``exp(l) - 1 - l``: never negative but for rounding, with the mean of k1. Bound ``l`` first."""
+    """``exp(l) - 1 - l``: non-negative up to rounding, same mean as k1. Clamp ``l`` first."""
     return torch.expm1(log_ratio) - log_ratio
 
 
 def binary_kl(log_first: Tensor, log_second: Tensor) -> Tensor:
     """``p ln(p/q) + (1-p) ln((1-p)/(1-q))``: KL of two policies with all but the sampled token taken together.
 
-    ``log_first`` and ``log_second`` are ln p and ln q, nats, <= 0. From log-probs and not from probabilities, whose
-    logarithms near 0 and 1 would have lost their digits.
+    ``log_first`` and ``log_second`` are ln p and ln q, nats, <= 0. The inputs are log-probs because logarithms of
+    probabilities near 0 and 1 lose precision.
     """
     rest, second_rest = -torch.expm1(log_first), -torch.expm1(log_second)
     tiny = torch.finfo(second_rest.dtype).tiny

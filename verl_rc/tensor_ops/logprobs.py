@@ -1,5 +1,4 @@
-"""Log-probs of given tokens and entropies of whole distributions, from logits, a few rows at a time; log-probs between two
-policies'."""
+"""Log-probs of tokens and entropies of distributions from logits, in row chunks; interpolated log-probs of two policies."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +17,8 @@ def log_probs_from_logits(logits: Tensor, token_ids: Tensor, temperature: float 
     """``log softmax(logits / temperature)[token_ids]``, with gradient.
 
     ``logits`` is ``[N, V]``, ``token_ids`` int64 ``[N]``; returns ``[N]``, nats, in float32 (float64 for float64 logits).
-    Beside the logits and their gradient only one chunk of rows exists in that precision at any time. Raises ``ValueError``
-    for other shapes or a temperature that is not positive.
+    Temporaries in that precision exist for one chunk of rows at a time. Raises ``ValueError`` for other shapes or a
+    temperature that is not positive.
     """
     _check(logits, temperature)
     if token_ids.shape != logits.shape[:1]:
@@ -53,7 +52,7 @@ def sum_pi_squared_from_logits(logits: Tensor, temperature: float = 1.0) -> Tens
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Saves the logits themselves and their normalisers; softmax is computed again in the backward pass."""
+    """Saves the logits and their normalisers; the backward pass recomputes the softmax."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
@@ -81,7 +80,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 class _Entropies(torch.autograd.Function):
-    """Saves the logits themselves and the entropies; softmax is computed again in the backward pass."""
+    """Saves the logits and the entropies; the backward pass recomputes the softmax."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
@@ -110,7 +109,7 @@ def _precision(logits: Tensor) -> torch.dtype:
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A new tensor: the logits over the temperature, in the precision everything is computed in."""
+    """The logits divided by the temperature in the precision of the computation, as a new tensor."""
     return logits.to(_precision(logits)) / temperature
 
 
@@ -135,8 +134,8 @@ def interpolate_proximal(
 
     All ``[B, T]``, log-probs in nats; ``policy_versions`` int: version of the weights that sampled each token. ``a`` is 0 where
     the current weights sampled the token. No gradient flows through the result, which has the type of ``current_log_probs``.
-    The approximation takes log-probs to move evenly from update to update (A-3PO, arXiv:2512.06547). Where rollouts are never
-    older than the proximal policy, as in a run of this trainer, ``a`` is 0 and the result are the rollout log-probs: bypass mode.
+    The approximation assumes that log-probs change linearly with the version (A-3PO, arXiv:2512.06547). When rollouts are never
+    older than the proximal policy, as in synchronous training, ``a`` is 0 and the result is the rollout log-probs: bypass mode.
     Raises ``ValueError`` when shapes differ or ``proximal_version`` is above ``current_version``.
     """
     if not rollout_log_probs.shape == current_log_probs.shape == policy_versions.shape:

@@ -1,5 +1,5 @@
-"""Sums and whitening over the True positions of a mask; rows a few at a time; groups of rows. Masked positions are cut by
-selection, so NaN there is harmless."""
+"""Masked sums and whitening, row blocks, group numbers. Masked positions are removed by selection, not by multiplication with
+0, so NaN there is harmless."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -20,7 +20,7 @@ def masked_row_sums(values: Tensor, mask: Tensor) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     """``(x - mean) / sqrt(var + 1e-8)`` over the True positions, 0 elsewhere; variance with Bessel's correction.
 
-    With fewer than two True positions there is no variance, and the values are returned unscaled, less their mean.
+    With fewer than two True positions there is no variance; the values are only centred.
     """
     count, outside = mask.sum(), ~mask
     centred = values.masked_fill(outside, 0.0)  # from here on in place: a fresh tensor costs more than the arithmetic
@@ -32,13 +32,13 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 _BLOCK_ELEMENTS = 1 << 16
-"""Elements of a block whose temporaries stay in a CPU's cache."""
+"""Elements of a row block whose temporaries fit into a CPU's cache."""
 
 
 def row_slices(num_rows: int, width: int, elements: int) -> Iterator[slice]:
-    """Slices that cover ``num_rows`` rows of ``width`` elements, each of at most ``elements`` of them or a single row.
+    """Slices that cover ``num_rows`` rows of ``width`` elements, each with at most ``elements`` elements or a single row.
 
-    Without rows there is one empty slice, so that what is computed for the slices can always be put together.
+    Without rows there is one empty slice, so that the results of the slices can always be concatenated.
     """
     step = max(1, elements // max(width, 1))
     for start in range(0, max(num_rows, 1), step):
@@ -46,7 +46,7 @@ def row_slices(num_rows: int, width: int, elements: int) -> Iterator[slice]:
 
 
 def in_row_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Applies a function of ``[B, T]`` tensors, which computes row by row, to a few rows at a time."""
+    """Apply a row-wise function of ``[B, T]`` tensors to blocks of rows."""
     num_rows, width = tensors[0].shape
     slices = row_slices(num_rows, width, _BLOCK_ELEMENTS)
     return torch.cat([function(*(tensor[rows] for tensor in tensors)) for rows in slices])

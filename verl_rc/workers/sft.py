@@ -41,7 +41,7 @@ class Validation:
     loss: float
     """Mean negative log-likelihood of an answer token, nats."""
     accuracy: float
-    """Share of examples that greedy decoding answers exactly, end token included."""
+    """Share of examples that greedy decoding answers exactly, EOS included."""
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class ShardedModel:
 
     def has_saved(self, wait: bool) -> bool:
         """Whether what was saved last is written; ``wait`` until it is. Raises ``CheckpointError`` when it cannot be."""
-        return self._writer is None or self._writer.has_ended(wait)
+        return self._writer is None or self._writer.is_finished(wait)
 
     def load(self, folder: Path) -> None:
         """Go on from ``save``, by any number of ranks; collective. Raises ``CheckpointError`` when it does not fit."""

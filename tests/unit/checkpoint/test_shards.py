@@ -139,7 +139,7 @@ def test_a_disk_that_takes_a_part_is_one_error(tmp_path: Path, beside: bool) -> 
         if beside:
             writer.start(tmp_path / "actor", collect_shards(model, None, {}))
         with pytest.raises(CheckpointError, match=r"writing the shards in .*OSError: \[Errno 27\] File too large") as caught:
-            writer.has_ended(wait=True) if beside else save_shards(tmp_path / "actor", model, None, {})
+            writer.is_finished(wait=True) if beside else save_shards(tmp_path / "actor", model, None, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(str(caught.value).splitlines()) == 1
@@ -224,15 +224,15 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return ready
 
 
-def test_what_is_written_is_what_was_saved_whatever_is_learned_meanwhile(tmp_path: Path, disk: threading.Event) -> None:
+def test_later_training_does_not_change_what_is_written(tmp_path: Path, disk: threading.Event) -> None:
     writer, learner = BackgroundWriter(pin_memory=False), Learner(1).train(3)
-    assert writer.has_ended(wait=True)
+    assert writer.is_finished(wait=True)
     learner.start(writer, tmp_path / "actor")
     learner.train(3)
-    assert not writer.has_ended(wait=False)
+    assert not writer.is_finished(wait=False)
     assert shards_problem(tmp_path / "actor") is not None
     disk.set()
-    assert writer.has_ended(wait=True)
+    assert writer.is_finished(wait=True)
     assert torch.equal(Learner(2).train(1).load(tmp_path / "actor").train(3).weight(), learner.weight())
 
 
@@ -244,7 +244,7 @@ def test_a_second_save_waits_for_the_first_and_takes_nothing_from_it(tmp_path: P
         learner.start(writer, tmp_path / name)
         threading.Timer(0.2, disk.set).start()
         learner.train(1)
-    assert writer.has_ended(wait=True)
+    assert writer.is_finished(wait=True)
     for name, weight in zip(("one", "two"), weights, strict=True):
         assert torch.equal(Learner(2).load(tmp_path / name).weight(), weight)
 
@@ -252,7 +252,7 @@ def test_a_second_save_waits_for_the_first_and_takes_nothing_from_it(tmp_path: P
 def test_the_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path) -> None:
     writer, learner = BackgroundWriter(pin_memory=False), Learner(1).train(1)
     learner.start(writer, tmp_path / "beside")
-    assert writer.has_ended(wait=True)
+    assert writer.is_finished(wait=True)
     save_shards(tmp_path / "waited", learner.model, learner.optimizer, {"any": 1})
     one, two = (sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("beside", "waited"))
     assert one == two
@@ -265,7 +265,7 @@ def wait_for(writer: BackgroundWriter) -> bool:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_failure_is_told_once_and_is_the_one_of_a_save_that_is_waited_for(
+def test_a_failure_is_raised_once_by_the_save_that_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
     def full(*arguments: object) -> None:
@@ -279,9 +279,9 @@ def test_a_failure_is_told_once_and_is_the_one_of_a_save_that_is_waited_for(
         learner.start(writer, tmp_path / "beside")
         assert wait or wait_for(writer)
         with pytest.raises(CheckpointError) as beside:
-            writer.has_ended(wait)
+            writer.is_finished(wait)
     assert str(beside.value) == str(waited.value).replace("waited", "beside")
     assert "OSError: No space left on device" in str(beside.value)
-    assert writer.has_ended(wait=False)
+    assert writer.is_finished(wait=False)
     learner.start(writer, tmp_path / "again")
-    assert writer.has_ended(wait=True)
+    assert writer.is_finished(wait=True)

@@ -111,7 +111,7 @@ def test_only_what_the_lost_engine_had_is_asked_for_again_and_as_a_whole(
     assert [engine.replaced for engine in engines] == [0, 2, 0]
 
 
-def test_without_somebody_who_replaces_them_the_loss_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_on_loss_a_lost_engine_is_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     group, engines = group_of(2, monkeypatch)
     engines[0].failure = DEAD
     with pytest.raises(EnginesLostError, match="died"):

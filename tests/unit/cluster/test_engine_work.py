@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.cluster.engine_work import EngineWork, place
+from verl_rc.cluster.engine_work import EngineWork, assign
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
@@ -46,7 +46,7 @@ def groups(*sizes: int) -> list[list[int]]:
 def test_groups_go_to_the_engine_with_the_fewest(
     prompts: list[list[int]], unfinished: list[int], evenly: bool, placed: list[list[int]]
 ) -> None:
-    assert place(prompts, unfinished, evenly) == placed
+    assert assign(prompts, unfinished, evenly) == placed
 
 
 @given(
@@ -56,7 +56,7 @@ def test_groups_go_to_the_engine_with_the_fewest(
 )
 def test_everything_is_placed_once_and_as_the_rule_says(sizes: list[int], unfinished: list[int], evenly: bool) -> None:
     prompts = groups(*sizes)
-    placed = place(prompts, unfinished, evenly)
+    placed = assign(prompts, unfinished, evenly)
     assert sorted(position for positions in placed for position in positions) == list(range(len(prompts)))
     assert all(positions == sorted(positions) for positions in placed)
     loads = [before + len(positions) for before, positions in zip(unfinished, placed, strict=True)]
@@ -78,14 +78,14 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
         0: [0, 1, 4, 5],
         1: [2, 3, 6, 7],
     }
-    assert work.missing(numbers) == {0: 4, 1: 4}
-    work.file({1: ([3, 7], completions([3, 7])), 0: ([5], completions([5]))})
-    assert work.ended() == [3, 5, 7]
-    assert work.missing(numbers) == {0: 3, 1: 2}
+    assert work.num_unfinished(numbers) == {0: 4, 1: 4}
+    work.record({1: ([3, 7], completions([3, 7])), 0: ([5], completions([5]))})
+    assert work.finished() == [3, 5, 7]
+    assert work.num_unfinished(numbers) == {0: 3, 1: 2}
     assert [sample.number for sample in work.unfinished(0)] == [0, 1, 4]
     assert work.take([7, 5]).responses[:, 0].tolist() == [7, 5]
-    work.file({0: ([0, 1, 4], completions([0, 1, 4])), 1: ([2, 6], completions([2, 6]))})
-    assert work.ended() == [0, 1, 2, 3, 4, 6]
+    work.record({0: ([0, 1, 4], completions([0, 1, 4])), 1: ([2, 6], completions([2, 6]))})
+    assert work.finished() == [0, 1, 2, 3, 4, 6]
     assert work.busy_engines() == []
     assert work.take([0, 1, 2, 3]).responses[:, 0].tolist() == [0, 1, 2, 3]
     assert work.take([6, 4]).responses[:, 0].tolist() == [6, 4]
@@ -96,7 +96,7 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
 def test_new_work_goes_where_the_least_is_left() -> None:
     work = EngineWork(2)
     work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
-    work.file({1: ([3, 7], completions([3, 7]))})
+    work.record({1: ([3, 7], completions([3, 7]))})
     _, handed = work.add([GenerationRequest([9], 9)], OPTIONS, awaited=False)
     assert list(handed) == [1]
 
@@ -104,12 +104,12 @@ def test_new_work_goes_where_the_least_is_left() -> None:
 def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> None:
     work = EngineWork(1)
     first, _ = work.add([GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=True)
-    work.file({0: ([0], completions([0]))})
-    work.forget(first)
+    work.record({0: ([0], completions([0]))})
+    work.discard(first)
     assert work.busy_engines() == []
     second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True)
     assert second == [3]
-    work.file({0: ([1, 2, 3], completions([1, 2, 33]))})
-    work.file({0: ([2], completions([2]))})
-    assert work.ended() == [3]
+    work.record({0: ([1, 2, 3], completions([1, 2, 33]))})
+    work.record({0: ([2], completions([2]))})
+    assert work.finished() == [3]
     assert work.take(second).responses.tolist() == [[33]]

@@ -11,7 +11,16 @@ from dataclasses import replace
 import pytest
 
 from verl_rc.cluster import hang_report
-from verl_rc.cluster.hang_report import Finding, ProcessIdentity, Silence, Wait, end, examine, full_report, summary
+from verl_rc.cluster.hang_report import (
+    AwaitedProcess,
+    ProcessIdentity,
+    ProcessState,
+    TimedOutWait,
+    full_report,
+    inspect_process,
+    kill,
+    summary,
+)
 
 HELPER = 'Thread 0x01 (most recent call first):\n  File "/lib/threading.py", line 5 in wait\n\n'
 MAIN = 'Current thread 0x02 (most recent call first):\n{}  File "/x/verl_rc/cluster/remote.py", line 9 in call\n'
@@ -28,13 +37,14 @@ SAMPLE = (
 )
 
 
-def wait(*findings: Finding | None) -> Wait:
-    processes = [Silence(f"rank {i}", "update", "answered score 7 s ago", finding) for i, finding in enumerate(findings)]
-    return Wait(30.0, "trainer.hang_timeout_seconds", processes, '  File "train.py", line 1, in train\n', "{}")
+def wait(*states: ProcessState | None) -> TimedOutWait:
+    processes = [AwaitedProcess(f"rank {i}", "update", "answered score 7 s ago", state) for i, state in enumerate(states)]
+    return TimedOutWait(30.0, "trainer.hang_timeout_seconds", processes, '  File "train.py", line 1, in train\n', "{}")
 
 
 def test_everyone_is_where_it_stands() -> None:
-    text = summary(wait(Finding("runs", HELPER + REDUCE), Finding("runs", HELPER + COMPUTE), None, Finding("is stopped")))
+    reduces, computes = ProcessState("runs", HELPER + REDUCE), ProcessState("runs", HELPER + COMPUTE)
+    text = summary(wait(reduces, computes, None, ProcessState("is stopped")))
     assert "did not answer within 30 s: rank 0 (update), rank 1 (update), rank 3 (update)." in text
     assert "  rank 0: waits in a collective for its peers, at all_reduce (/lib/torch/distributed/distributed_c10d.py:7);" in text
     assert "  rank 1: at attend (/x/forward.py:11); last sign of life: answered score 7 s ago." in text
@@ -44,7 +54,7 @@ def test_everyone_is_where_it_stands() -> None:
 
 
 def test_the_report_holds_every_stack() -> None:
-    text = full_report(wait(Finding("runs", HELPER + REDUCE), None, Finding("has ended")))
+    text = full_report(wait(ProcessState("runs", HELPER + REDUCE), None, ProcessState("has ended")))
     assert HELPER + REDUCE.rstrip() in text
     assert 'File "train.py"' in text
     assert "rank 2, asked to update (newest frame first):\nno stacks: it has ended" in text
@@ -52,7 +62,7 @@ def test_the_report_holds_every_stack() -> None:
 
 
 def test_a_dump_without_the_drivers_call_still_tells_something() -> None:
-    assert "rank 0: at wait (/lib/threading.py:5);" in summary(wait(Finding("runs", HELPER)))
+    assert "rank 0: at wait (/lib/threading.py:5);" in summary(wait(ProcessState("runs", HELPER)))
 
 
 PROGRAM = """
@@ -87,9 +97,9 @@ def child() -> Iterator[tuple[subprocess.Popen[str], ProcessIdentity]]:
 def test_one_that_sleeps_shows_where_and_goes_on(child: tuple[subprocess.Popen[str], ProcessIdentity]) -> None:
     process, identity = child
     for _ in range(2):
-        finding = examine(identity)
-        assert finding.condition == "runs"
-        assert finding.stacks.count("in rest") == 1  # the dump before is not shown again
+        state = inspect_process(identity)
+        assert state.condition == "runs"
+        assert state.stacks.count("in rest") == 1  # the dump before is not shown again
     assert process.poll() is None
 
 
@@ -98,20 +108,20 @@ def test_one_that_is_stopped_is_named_and_can_be_ended(child: tuple[subprocess.P
     os.kill(identity.pid, signal.SIGSTOP)
     while b"State:\tT" not in open(f"/proc/{identity.pid}/status", "rb").read():  # noqa: SIM115
         time.sleep(0.01)
-    assert examine(identity).condition.startswith("is stopped by a signal (SIGSTOP)")
-    end(identity)
+    assert inspect_process(identity).condition.startswith("is stopped by a signal (SIGSTOP)")
+    kill(identity)
     assert process.wait(120) == -signal.SIGKILL
-    assert examine(identity).condition == "has ended"
-    end(identity)
+    assert inspect_process(identity).condition == "has ended"
+    kill(identity)
 
 
 def test_another_process_with_the_same_pid_is_left_alone(child: tuple[subprocess.Popen[str], ProcessIdentity]) -> None:
     process, identity = child
     other = replace(identity, started=identity.started - 1)
-    end(other)
-    assert examine(other).condition == "has ended"
+    kill(other)
+    assert inspect_process(other).condition == "has ended"
     assert process.poll() is None
 
 
 def test_an_engine_stands_where_the_thread_that_samples_does() -> None:
-    assert "rank 0: at forward (/lib/vllm/model.py:4);" in summary(wait(Finding("runs", COLLECT + "\n" + SAMPLE)))
+    assert "rank 0: at forward (/lib/vllm/model.py:4);" in summary(wait(ProcessState("runs", COLLECT + "\n" + SAMPLE)))

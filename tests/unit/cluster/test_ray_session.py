@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from verl_rc.cluster.ray_session import RayStartError, start_ray
-from verl_rc.cluster.watchdog import WATCHDOG, Watched
+from verl_rc.cluster.watchdog import WATCHDOG, WatchedProcess
 from verl_rc.config.run import RayInitConfig
 
 TIMED_OUT = Exception("The current node timed out during startup.")
@@ -33,7 +33,7 @@ def init_answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str
     return answer_with
 
 
-class LeftOver(Watched):
+class LeftOver(WatchedProcess):
     """A process of a Ray session that is over; its identity cannot be asked for any more."""
 
     name = "worker 3"

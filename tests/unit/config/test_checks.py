@@ -113,7 +113,7 @@ def test_a_folder_that_is_there_or_can_be_made_has_no_problem(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_nobody_named_has_no_problem(read_only):
+def test_a_folder_that_is_not_given_has_no_problem(read_only):
     assert checks.folder_problem("trainer.rollout_data_dir", None) is None
 
 

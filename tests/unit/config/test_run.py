@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from small_models import small_run_config
 
-from verl_rc.config.run import FALLBACKS, RunConfig, foreign_code
+from verl_rc.config.run import FALLBACKS, RunConfig, remote_code_keys
 from verl_rc.config.schema import known_keys
 
 GIVEN = {
@@ -44,8 +44,8 @@ def test_the_tree_is_frozen_and_closed() -> None:
         RunConfig.model_validate({**GIVEN, "surplus": 1})
 
 
-def test_nobody_brings_code_by_default(tmp_path: Path) -> None:
-    assert foreign_code(small_run_config(tmp_path, "algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=True")) == {}
+def test_no_model_brings_code_by_default(tmp_path: Path) -> None:
+    assert remote_code_keys(small_run_config(tmp_path, "algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=True")) == {}
 
 
 def test_every_switch_is_named_with_its_model(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_every_switch_is_named_with_its_model(tmp_path: Path) -> None:
         "reward.reward_model.trust_remote_code=True",
     )
     path = config.actor_rollout_ref.model.path
-    assert foreign_code(config) == {
+    assert remote_code_keys(config) == {
         "data.trust_remote_code": path,
         "actor_rollout_ref.model.trust_remote_code": path,
         "critic.model.trust_remote_code": "other/critic",  # follows the actor's

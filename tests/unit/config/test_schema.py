@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 
-from verl_rc.config.schema import StrictModel, UserPath, default_at, defaults, has_key, known_keys, leads_to_leaf, needed_below
+from verl_rc.config.schema import StrictModel, UserPath, default_at, defaults, has_key, known_keys, leads_to_leaf, required_leaves
 
 
 class Section(StrictModel):
@@ -76,8 +76,8 @@ def test_leaves_and_defaults() -> None:
 
 
 def test_what_must_be_given() -> None:
-    assert needed_below(Outer, ["inner"]) == ["inner.path"]
-    assert needed_below(Outer, ["inner", "path"]) == ["inner.path"]
+    assert required_leaves(Outer, ["inner"]) == ["inner.path"]
+    assert required_leaves(Outer, ["inner", "path"]) == ["inner.path"]
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,12 @@ def test_a_text_may_hold_unicodes_own_line_ends(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"could not be read: line 2 is no JSON"),
+        ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"could not be read: line 2 is not JSON"),
         ("rows.jsonl", '{"prompt": "a"}\n"b"\n', r"line 2 is no record but 'b'"),
         ("rows.jsonl", '{"prompt": 1}\n{"prompt": "a"}\n', r"column 'prompt' must hold values of one type"),
         ("rows.jsonl", '{"prompt": 1' + "0" * 30 + "}\n", r"column 'prompt' must hold values of one type"),
         ("rows.json", '{"prompt": "a"}', r"it holds no list but dict"),
-        ("rows.json", "[" * 100_000, r"the file is no JSON: maximum recursion depth"),
+        ("rows.json", "[" * 100_000, r"the file is not JSON: maximum recursion depth"),
     ],
 )
 def test_a_broken_record_is_named(name, content, message, tmp_path):

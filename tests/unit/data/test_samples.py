@@ -7,7 +7,7 @@ import torch
 
 from verl_rc.data.batches import RolloutBatch, TokenBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.samples import Samples, join_rollouts, take_groups
+from verl_rc.data.samples import Samples, concatenate_rollouts, select_groups
 
 PAD = 99
 
@@ -39,7 +39,7 @@ PROMPTS, RESPONSES = [[1, 2, 3], [4], [5, 6], [7]], [[11], [12, 13], [14, 15, 16
 
 def test_parts_of_different_widths_become_one_batch() -> None:
     parts = [make_rollouts(PROMPTS[:2], RESPONSES[:2], [0, 0]), make_rollouts(PROMPTS[2:], RESPONSES[2:], [1, 2])]
-    joined = join_rollouts(parts, PAD)
+    joined = concatenate_rollouts(parts, PAD)
     expected = make_rollouts(PROMPTS, RESPONSES, [0, 0, 1, 2])
     assert joined.batch_size == torch.Size([4])
     for found, wanted in ((joined, expected), (joined.tokens, expected.tokens)):
@@ -51,12 +51,12 @@ def test_parts_of_different_widths_become_one_batch() -> None:
 
 def test_no_part_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
-        join_rollouts([], PAD)
+        concatenate_rollouts([], PAD)
 
 
 def test_groups_are_taken_in_the_order_asked_for() -> None:
     rollouts = make_rollouts(PROMPTS, RESPONSES, [5, 8, 5, 9])
-    taken, rows = take_groups(rollouts, [9, 5])
+    taken, rows = select_groups(rollouts, [9, 5])
     assert rows == [3, 0, 2]
     assert taken.group_ids.tolist() == [0, 1, 1]
     assert taken.tokens.responses.tolist() == [[17, PAD, PAD], [11, PAD, PAD], [14, 15, 16]]
@@ -76,12 +76,12 @@ def make_samples(first: int, **changes: Any) -> Samples:
 
 
 def test_joined_samples_keep_their_prompts_and_extras() -> None:
-    whole = Samples.joined([make_samples(0), make_samples(10, extras={"note": ["a", "b", "c", "d"]})], PAD)
+    whole = Samples.concatenate([make_samples(0), make_samples(10, extras={"note": ["a", "b", "c", "d"]})], PAD)
     assert whole.scores.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert [row.row_index for row in whole.rows] == [0, 0, 1, 1, 10, 10, 11, 11]
     assert whole.extras == {"acc": [0, 1, 2, 3] + [None] * 4, "note": [None] * 4 + ["a", "b", "c", "d"]}
     assert whole.accuracies() == [0, 1, 2, 3, 10, 11, 12, 13]
-    chosen = whole.of_prompts([3, 0])
+    chosen = whole.select_prompts([3, 0])
     assert [row.row_index for row in chosen.rows] == [11, 11, 0, 0]
     assert chosen.texts == ["text 12", "text 13", "text 0", "text 1"]
     assert chosen.scores.tolist() == [12, 13, 0, 1]

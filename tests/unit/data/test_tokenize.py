@@ -79,7 +79,7 @@ def test_what_follows_an_assistants_turn(tokenizer):
 
 
 def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder, tmp_path):
-    """Templates of Qwen's kind put a newline behind the end token of a turn, which the policy never samples."""
+    """Templates of Qwen's kind put a newline behind the EOS token of a turn, which the policy never samples."""
     folder = shutil.copytree(tokenizer_folder, tmp_path / "copy")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -95,7 +95,7 @@ def test_everything_behind_the_end_token_belongs_to_the_answer(tokenizer_folder,
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ messages[-1]['content'] }}", "must end an assistant's turn with the end token"),
+        ("{{ messages[-1]['content'] }}", "must end an assistant's turn with the EOS token"),
         ("{{ messages|length }}<|im_end|>{{ messages[-1]['content'] }}", "behind the turns before it"),
         ("{% for m in messages[:2] %}{{ m['content'] }}<|im_end|>{% endfor %}", "behind the turns before it"),
     ],

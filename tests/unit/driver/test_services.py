@@ -14,7 +14,7 @@ import pytest
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
-from verl_rc.cluster.weight_transport import Broadcast, LentMemory
+from verl_rc.cluster.weight_transport import BroadcastTransport, IpcTransport
 from verl_rc.data.dataset import PromptStream
 from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
 
@@ -23,7 +23,7 @@ MAY_CHANGE = {
     CheckpointStore: "the checkpoint that is being written is no part of itself",
     StopRequest: "a request to end concerns this process alone",
     EngineGroup: "what engines are built with, and what they were handed, is kept for others in their places",
-    LentMemory: "who lends to whom depends on the processes that are there",
+    IpcTransport: "who lends to whom depends on the processes that are there",
 }
 
 
@@ -69,7 +69,7 @@ def _is_of_self(target: ast.AST) -> bool:
 def test_services_are_frozen_and_hold_nothing_that_changes() -> None:
     assert Services.__dataclass_params__.frozen  # type: ignore[attr-defined]
     hints = typing.get_type_hints(Services)
-    kinds = {kind for one in dataclasses.fields(Services) for kind in parts(hints[one.name])} | {Broadcast, LentMemory}
+    kinds = {kind for one in dataclasses.fields(Services) for kind in parts(hints[one.name])} | {BroadcastTransport, IpcTransport}
     assert len(kinds) > 12
     assert not {kind: found for kind in kinds - MAY_CHANGE.keys() if (found := changes(kind))}
     assert MAY_CHANGE.keys() <= {kind for kind in kinds if changes(kind)}  # no exception without need

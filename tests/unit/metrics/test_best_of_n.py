@@ -124,7 +124,7 @@ def test_a_prompt_with_samples_missing_is_judged_by_those_there():
     assert summary["best@4/mean"] == pytest.approx((2 + 15 / 16) / 2)
 
 
-def test_majority_only_where_somebody_answers():
+def test_majority_needs_an_answer():
     nobody = summarise_samples([Sample(0, 1.0), Sample(0, 0.0)], 2)
     assert not [name for name in nobody if name.startswith("maj")]
     one = summarise_samples([Sample(0, 1.0, "a"), Sample(0, 0.0), Sample(0, 0.0)], 3)

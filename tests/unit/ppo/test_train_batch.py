@@ -35,7 +35,7 @@ def algorithm(**correction: object) -> AlgorithmConfig:
 def run_step(
     rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: AlgorithmConfig, current_version: int = 0
 ) -> ScoredStep:
-    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, Control.of(config), current_version)
+    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, Control.from_config(config), current_version)
 
 
 def test_scores_lie_on_the_last_token_of_the_mask() -> None:
@@ -128,7 +128,7 @@ def test_gae_reads_the_critics_values_and_the_critic_learns_the_returns() -> Non
 
 def estimated(name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object) -> ScoredStep:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
-    return build_train_batch(samples, evaluations, config, Control.of(config), current_version=0)
+    return build_train_batch(samples, evaluations, config, Control.from_config(config), current_version=0)
 
 
 def test_remax_subtracts_the_greedy_score() -> None:

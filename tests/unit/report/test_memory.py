@@ -48,7 +48,7 @@ def test_a_shape_is_that_of_the_model(tmp_path: Path) -> None:
     folder = write_small_model(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     blocks = [part for name, part in model.named_modules() if "layers" in name and hasattr(part, "in_features")]
-    assert ModelShape.of(str(folder)) == ModelShape(
+    assert ModelShape.from_model_folder(str(folder)) == ModelShape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         embedding_parameters=2 * VOCABULARY * 32,
         linear_width_sum=sum(part.in_features + part.out_features for part in blocks),
@@ -61,7 +61,7 @@ def test_a_shape_is_that_of_the_model(tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises((OSError, ValueError)):
-        ModelShape.of(str(tmp_path))
+        ModelShape.from_model_folder(str(tmp_path))
 
 
 def test_an_actor_in_fp32_holds_four_times_its_weights() -> None:

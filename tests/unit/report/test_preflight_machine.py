@@ -180,11 +180,11 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     ],
 )
 def test_a_condition_that_holds_or_not(holds: bool, expected: list[str]) -> None:
-    assert Finding.of(holds, "cores", "2", "4 cores must be there", "ask for less").lines() == expected
+    assert Finding.from_condition(holds, "cores", "2", "4 cores must be there", "ask for less").lines() == expected
 
 
 def test_a_note_is_one_line() -> None:
-    assert Finding("note", "data", "not looked at").lines() == ["note  data: not looked at"]
+    assert Finding("note", "data", "not checked").lines() == ["note  data: not checked"]
 
 
 def test_the_verdict_counts() -> None:

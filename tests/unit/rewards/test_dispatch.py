@@ -16,7 +16,7 @@ from verl_rc.rewards import (
     gsm8k,
     math_answer,
     register_scorer,
-    undecided,
+    score_on_timeout,
 )
 from verl_rc.rewards.dispatch import load_reward_function
 
@@ -158,10 +158,10 @@ def test_every_unknown_source_of_the_data_is_named_with_its_place():
 
 
 def test_only_algebra_may_stay_undecided_and_is_wrong_then():
-    assert [undecided(source) for source in ("digits", "openai/gsm8k")] == [None, None]
+    assert [score_on_timeout(source) for source in ("digits", "openai/gsm8k")] == [None, None]
     for source in ("lighteval/MATH", "aime2024"):
         wrong = find_scorer(source)(r"Answer: \boxed{3}", "4")
-        assert (undecided(source).score, undecided(source).acc) == (wrong["score"], wrong["acc"])
+        assert (score_on_timeout(source).score, score_on_timeout(source).acc) == (wrong["score"], wrong["acc"])
 
 
 def test_errors_name_the_row(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import RewardOutput, RewardSample
-from verl_rc.rewards.process import Failed, Ready, Refused, serve
+from verl_rc.rewards.process import Failed, LoadFailed, Ready, serve
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def serve_until_told_all(ours, theirs, received, count):
     thread.start()
     for _ in range(count):
         received.append(ours.recv())
-        if isinstance(received[-1], Refused):
+        if isinstance(received[-1], LoadFailed):
             break
     ours.close()
     thread.join(10)
@@ -70,7 +70,7 @@ def test_samples_are_answered_in_order_until_the_driver_hangs_up(config, no_alar
 def test_a_function_that_cannot_be_loaded_is_refused(config):
     missing = config.custom_reward_function.model_copy(update={"name": "judge"})
     [answer] = answers_to(config.model_copy(update={"custom_reward_function": missing}))
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, LoadFailed)
     assert "must name a function of" in answer.reason
 
 

@@ -153,7 +153,7 @@ def test_further_answers(answer, truth, right):
 
 @pytest.mark.parametrize("truth", ["", " ", "???", r"\frac{1}{", "%", r"\boxed{\sqrt{}"])
 @pytest.mark.parametrize("response", [r"\boxed{3}", "Answer: 3", "no answer"])
-def test_a_ground_truth_that_is_no_mathematics_is_refused_whatever_the_answer(response, truth):
+def test_a_ground_truth_that_is_not_mathematics_is_refused_for_every_answer(response, truth):
     for scorer in (math_answer, dapo_math):
         with pytest.raises(ValueError, match="ground truth of a math problem must be something math-verify can read"):
             scorer(response, truth)

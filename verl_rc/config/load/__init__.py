@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from verl_rc.config.checks import check_files, check_run
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load.command_line import COMMANDS, parse, show, sources_of
-from verl_rc.config.load.given import combinations, given_tree, in_sentences
+from verl_rc.config.load.given import combinations, error_sentences, given_tree
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import StrictModel
 from verl_rc.config.secrets import override_without_secrets, public_values
@@ -39,7 +39,7 @@ def load_config(schema: type[Schema], arguments: Sequence[str]) -> Schema:
     """Compose and validate any schema. ``arguments`` as on the command line: overrides, choices of groups, ``--config-name``,
     ``--config-path`` and ``--config-dir``.
 
-    Raises ``ConfigError`` for everything that is wrong with them.
+    Raises ``ConfigError`` for invalid arguments, unknown keys and invalid values.
     """
     given = parse(arguments)
     command = next((name for name in COMMANDS if getattr(given, name)), None)
@@ -76,13 +76,13 @@ def save_resolved_config(config: StrictModel, folder: Path) -> Path:
 
 
 def _load(schema: type[Schema], given: Namespace) -> Schema:
-    settled = given_tree(schema, given)
+    translated = given_tree(schema, given)
     try:
-        config = schema.model_validate(settled.tree)
+        config = schema.model_validate(translated.tree)
     except ValidationError as error:
-        raise ConfigError(in_sentences(schema, error, settled.tree)) from error
+        raise ConfigError(error_sentences(schema, error, translated.tree)) from error
     if isinstance(config, RunConfig):
-        settled.check(config)
+        translated.check(config)
     return config
 
 
@@ -94,7 +94,7 @@ def _checked(config: Schema) -> Schema:
 
 
 def _run_all(schema: type[Schema], run: Callable[[Schema], None], given: Namespace) -> None:
-    """A run for each combination of the values given, one after the other; all are checked before the first starts."""
+    """Run each combination of the given values in sequence; all are checked before the first starts."""
     sweep = combinations(schema, given)
     configs = [_load(schema, parse([*sources_of(given), *overrides])) for overrides in sweep]
     configs = [_checked(config) for config in _in_folders_of_their_own(configs)]
@@ -106,7 +106,7 @@ def _run_all(schema: type[Schema], run: Callable[[Schema], None], given: Namespa
 
 
 def _in_folders_of_their_own(configs: Sequence[Schema]) -> list[Schema]:
-    """The configurations of a sweep; runs that name one folder get one each below it, so that none goes on from another's end."""
+    """The configurations of a sweep; runs with the same folder get a subfolder each, so that none resumes from another."""
     leaf = "default_local_dir" if isinstance(configs[0], RunConfig) else "output_dir"
     sections = [cast(Any, config).trainer for config in configs]
     taken = Counter(getattr(section, leaf) for section in sections)

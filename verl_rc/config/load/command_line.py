@@ -1,4 +1,4 @@
-"""The command line: Hydra's own options and overrides in any order, and what the options print instead of running."""
+"""The command line: Hydra's options and overrides in any order, and the output of options that print instead of running."""
 
 import sys
 import textwrap
@@ -17,14 +17,14 @@ from pydantic import BaseModel
 
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.load.compose import CONFIGS, Composer
-from verl_rc.config.load.given import MISSING, composing, plain_tree, settled_tree
+from verl_rc.config.load.given import MISSING, composing, plain_tree, translated_tree
 from verl_rc.config.load.overrides import prepare
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import defaults, known_keys
 from verl_rc.config.secrets import override_without_secrets, without_secrets
 
 COMMANDS = ("cfg", "info", "help", "hydra_help", "shell_completion", "multirun", "run")
-"""Options that say what happens with the configuration; at most one may be given."""
+"""Options that print instead of running; at most one may be given."""
 
 
 def option_parser() -> ArgumentParser:
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def sources_of(given: Namespace) -> list[str]:
-    """The options that say where files are, as they may be typed again."""
+    """The options that name folders and files, as typed on a command line."""
     names = ("config_name", "config_path", "config_dir")
     return [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in names if getattr(given, name) is not None]
 
@@ -92,7 +92,7 @@ Options, as in Hydra:
 
 
 def show(schema: type[BaseModel], given: Namespace, prog: str) -> bool:
-    """Print what was asked for; False when nothing was, and a run is to start.
+    """Print what an option asks for; returns False when there is no such option and a run should start.
 
     Raises ``ConfigError``.
     """
@@ -125,7 +125,7 @@ def _show(schema: type[BaseModel], given: Namespace, prog: str) -> None:
 
 
 class _ShownLoader(ConfigLoaderImpl):
-    """Composes as a run does, and shows what a run would get: with the schema's defaults, without secrets."""
+    """Hydra's configuration loader, with the schema's defaults filled in and secrets removed."""
 
     def __init__(self, schema: type[BaseModel], resolve: bool, search_path: ConfigSearchPath) -> None:
         super().__init__(search_path)
@@ -133,12 +133,12 @@ class _ShownLoader(ConfigLoaderImpl):
         self._resolve = resolve
 
     def load_configuration(self, *arguments: Any, **named: Any) -> DictConfig:
-        """What Hydra composes, with every key of the schema."""
+        """Hydra's composed configuration, with every key of the schema."""
         composed = super().load_configuration(*arguments, **named)
         with open_dict(composed):
             hydra = composed.pop("hydra")
         tree = plain_tree(self._schema, composed, self._resolve)
-        shown = OmegaConf.merge(_all_keys(self._schema), settled_tree(self._schema, tree).tree)
+        shown = OmegaConf.merge(_all_keys(self._schema), translated_tree(self._schema, tree).tree)
         assert isinstance(shown, DictConfig)
         shown = OmegaConf.create(without_secrets(OmegaConf.to_container(shown)))  # type: ignore[arg-type]
         overrides: Any = OmegaConf.to_container(hydra.overrides.task)
@@ -150,7 +150,7 @@ class _ShownLoader(ConfigLoaderImpl):
 
 
 def _all_keys(schema: type[BaseModel]) -> DictConfig:
-    """Every key with its default; what must be given is marked as Hydra marks it."""
+    """Every key with its default; required keys have Hydra's mark ``???``."""
     tree = OmegaConf.create({})
     for key in known_keys(schema):
         OmegaConf.update(tree, key, MISSING, force_add=True)

@@ -1,4 +1,4 @@
-"""Files, groups and overrides become one tree of what was given; Hydra does the composing."""
+"""Composing files, groups and overrides into one tree of given values, with Hydra."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ from verl_rc.config.errors import ConfigError, nearest_key, shortened
 from verl_rc.config.rollout_correction import PRESETS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-"""The groups that are installed with the package."""
+"""The configuration groups that come with the package."""
 
 _PPO, _EMPTY, _WITH_GROUPS = "ppo_trainer", "verl_rc_empty", "verl_rc_run_file"
 _VERL_TRAINERS = {
@@ -37,7 +37,7 @@ _UNDERSCORED = re.compile(r"^\s*(rollout_(?:is|rs)_threshold)\s*:\s*([0-9.]+_[0-
 
 
 class Composer:
-    """Hydra with the folders that a command line names, and the package's groups where ``has_groups``."""
+    """Hydra's composition over the folders of a command line and, with ``has_groups``, the package's groups."""
 
     def __init__(self, given: Namespace, has_groups: bool) -> None:
         name = given.config_name or (_PPO if has_groups else _EMPTY)
@@ -56,18 +56,18 @@ class Composer:
             self.primary = self._run_file_with_groups()
 
     def is_group(self, override: str) -> bool:
-        """Whether an override chooses a file of a group; all others set keys."""
+        """Whether an override chooses from a group instead of setting a key."""
         group = _key_of(override).partition("@")[0]
         return bool(group) and "." not in group and self.loader.repository.group_exists(group)
 
     def groups(self) -> list[str]:
-        """The groups that there are, without Hydra's own."""
+        """The available groups, without Hydra's own."""
         if not (self._has_groups or self._names_files):
             return []
         return [group for group in self.hydra.list_all_config_groups() if not group.startswith("hydra")]
 
     def prepare_groups(self, overrides: Sequence[str]) -> list[str]:
-        """Choices of groups as Hydra wants them: with ``+`` where the defaults list has no place for them, ``~`` for none.
+        """Group choices in Hydra's grammar: ``+`` for a group that is not in the defaults list, ``~`` for no choice.
 
         Raises ``ConfigError`` for a choice that does not exist and for a group that is given twice.
         """
@@ -114,7 +114,7 @@ class Composer:
         return text if key in listed else f"+{text}"
 
     def compose(self, of_files: Sequence[str], keys: Sequence[str]) -> DictConfig:
-        """The tree of files and groups, which the overrides ``of_files`` choose, with ``keys`` set over it."""
+        """The tree of files and groups chosen by the overrides ``of_files``, with the overrides ``keys`` applied to it."""
         parser = OverridesParser.create()
         for override in parser.parse_overrides([*of_files, *keys]):
             if override.is_sweep_override():
@@ -145,7 +145,7 @@ def _tree_of_files(loader: ConfigLoaderImpl, primary: str, overrides: Sequence[s
 
 @functools.lru_cache(maxsize=256)
 def _tree_of_package(primary: str, has_groups: bool, overrides: tuple[str, ...]) -> DictConfig:
-    """What the package's own files say, which do not change while a process runs."""
+    """The tree of the package's own files, cached because they do not change while a process runs."""
     search_path = _search_path(Namespace(config_path=None, config_dir=None), has_groups)
     return _tree_of_files(ConfigLoaderImpl(search_path), primary, overrides)
 
@@ -177,12 +177,12 @@ def _store_presets() -> None:
 
 
 def _key_of(override: str) -> str:
-    """The key or group of an override, with the package that a group is put into."""
+    """The key or group of an override, with the package of a group."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def _refuse_unquoted_thresholds(folder: Path) -> None:
-    """YAML reads 0.5_5 as the number 0.55; refuse it wherever it stands without quotes."""
+    """Refuse unquoted thresholds such as 0.5_5, which YAML reads as the number 0.55."""
     for path in sorted(folder.rglob("*.y*ml")):
         for found in _UNDERSCORED.finditer(path.read_text(encoding="utf-8")):
             if isinstance(yaml.safe_load(found[2]), str):

@@ -1,4 +1,4 @@
-"""What was given, by files, groups and overrides, as a plain tree in the schema's keys alone; and what is wrong, in sentences."""
+"""Values given by files, groups and overrides as a plain tree of schema keys, and validation errors as sentences."""
 
 import contextlib
 import re
@@ -17,25 +17,25 @@ from verl_rc.config.load.compose import Composer
 from verl_rc.config.load.overrides import CORRECTION, PRESET, check_keys, prepare, unreadable
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, preset_fields
 from verl_rc.config.run import FALLBACKS, RunConfig
-from verl_rc.config.schema import default_at, defaults, needed_below
-from verl_rc.config.verl.keys import Settled, settle
+from verl_rc.config.schema import default_at, defaults, required_leaves
+from verl_rc.config.verl.keys import TranslatedTree, translate_tree
 
 _INTEGER_BITS = 63
 
 
-def refuse_huge(given: Mapping[str, Any], prefix: str = "") -> None:
-    """Nothing that is counted here needs more than 64 bits, and what reads it may take no more."""
+def refuse_huge_numbers(given: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ``ConfigError`` for integers of more than 64 bits, which libraries that read them cannot hold."""
     for name, value in given.items():
         if isinstance(value, Mapping):
-            refuse_huge(value, f"{prefix}{name}.")
+            refuse_huge_numbers(value, f"{prefix}{name}.")
         elif isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
             raise ConfigError(
                 f"{prefix}{name} must be a number of at most {_INTEGER_BITS} bits, got {value.bit_length()}; lower it."
             )
 
 
-def in_sentences(schema: type[BaseModel], error: ValidationError, given: Mapping[str, Any]) -> str:
-    """One line for each finding; what only follows from another finding is left out."""
+def error_sentences(schema: type[BaseModel], error: ValidationError, given: Mapping[str, Any]) -> str:
+    """One line for each validation error, without errors that only follow from another one."""
     own = [item for item in error.errors() if not _follows_another(item, given)]
     return "\n".join(_explain(schema, item) for item in own or error.errors())
 
@@ -44,7 +44,7 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
     path = [str(part) for part in item["loc"]]
     key, given, message = ".".join(path), item["input"], str(item["msg"])
     if item["type"] == "missing":
-        needed = needed_below(schema, path)
+        needed = required_leaves(schema, path)
         return f"{' and '.join(needed)} must be given: write {' '.join(f'{leaf}=<value>' for leaf in needed)}."
     if item["type"] == "int_parsing_size":
         message = f"Input should be a whole number of at most {_INTEGER_BITS} bits"
@@ -61,7 +61,7 @@ def _explain(schema: type[BaseModel], item: Any) -> str:
 
 
 def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:
-    """Whether a finding is about a key that was not given, which has its wrong value from the key that it follows."""
+    """Whether an error is about a key that was not given and got its invalid value from another key."""
     key = ".".join(str(part) for part in item["loc"])
     value: Any = given
     for part in key.split("."):
@@ -70,12 +70,12 @@ def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:
 
 
 MISSING = "???"
-"""Hydra's mark of a value that is still to be given."""
+"""Hydra's mark of a required value that was not given."""
 
 _SET_BY_PRESETS = {leaf for preset in PRESETS.values() for leaf in preset.fields}
 
 
-def given_tree(schema: type[BaseModel], given: Namespace) -> Settled:
+def given_tree(schema: type[BaseModel], given: Namespace) -> TranslatedTree:
     """Compose a command line, resolve its interpolations against the defaults, and fill in the preset that it names.
 
     Raises ``ConfigError``.
@@ -86,7 +86,7 @@ def given_tree(schema: type[BaseModel], given: Namespace) -> Settled:
         tree = plain_tree(schema, composer.compose(prepared.of_files, prepared.keys), resolve=True)
         if any(override.lstrip("+").partition("=")[0] in ("correction", PRESET) for override in given.overrides):
             _refuse_preset_under_a_file(tree, plain_tree(schema, composer.compose(prepared.of_files, []), resolve=False))
-    return settled_tree(schema, tree)
+    return translated_tree(schema, tree)
 
 
 def combinations(schema: type[BaseModel], given: Namespace) -> list[list[str]]:
@@ -99,7 +99,7 @@ def combinations(schema: type[BaseModel], given: Namespace) -> list[list[str]]:
 
 @contextlib.contextmanager
 def composing(overrides: Sequence[str]) -> Iterator[None]:
-    """What Hydra, OmegaConf and the YAML reader raise about arguments and files becomes a ``ConfigError``."""
+    """Turn errors of Hydra, OmegaConf and the YAML reader into ``ConfigError``."""
     try:
         yield
     except ConfigError:
@@ -108,17 +108,17 @@ def composing(overrides: Sequence[str]) -> Iterator[None]:
         raise ConfigError(unreadable(error, overrides)) from error
 
 
-def settled_tree(schema: type[BaseModel], tree: dict[str, Any]) -> Settled:
-    """A composed tree without verl's spellings and without the preset's name."""
-    settled = settle(tree) if schema is RunConfig else Settled(tree, [])
-    check_keys(schema, settled.tree)
-    refuse_huge(settled.tree)
-    _apply_preset(settled.tree)
-    return settled
+def translated_tree(schema: type[BaseModel], tree: dict[str, Any]) -> TranslatedTree:
+    """A composed tree with verl's keys translated and the preset applied; raises ``ConfigError`` for unknown keys."""
+    translated = translate_tree(tree) if schema is RunConfig else TranslatedTree(tree, [])
+    check_keys(schema, translated.tree)
+    refuse_huge_numbers(translated.tree)
+    _apply_preset(translated.tree)
+    return translated
 
 
 def plain_tree(schema: type[BaseModel], composed: DictConfig, resolve: bool) -> dict[str, Any]:
-    """What was composed, without values that are still to be given; interpolations may name keys that were not."""
+    """The composed tree without missing required values; interpolations may refer to keys that were not given."""
     given = OmegaConf.to_container(composed)
     assert isinstance(given, dict)
     resolved: Any = given
@@ -138,7 +138,7 @@ def _only_given(given: Mapping[Any, Any], resolved: Mapping[Any, Any]) -> dict[s
 
 
 def _refuse_preset_under_a_file(given: Mapping[str, Any], by_files: Mapping[str, Any]) -> None:
-    """Refuse a preset of the command line of which a file, such as the ``resolved_config.yaml`` of a run, would undo parts."""
+    """Refuse a preset on the command line when a file, such as a run's ``resolved_config.yaml``, would override parts of it."""
     leaves = {leaf: value for leaf, value in _correction_of(by_files).items() if leaf in _SET_BY_PRESETS}
     name = str(_correction_of(given).get("preset"))
     if not leaves or name not in PRESETS:

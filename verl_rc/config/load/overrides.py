@@ -1,4 +1,4 @@
-"""Raw overrides become what Hydra reads as it was meant; keys that mean nothing are refused."""
+"""Converting raw overrides to Hydra's grammar, and refusing unknown keys."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from verl_rc.config.verl.refused import REFUSALS
 
 CORRECTION = "algorithm.rollout_correction"
 PRESET = f"{CORRECTION}.preset"
-"""A key of the loader, not of the schema: it stands for other keys."""
+"""A key of the loader, not of the schema; the loader replaces it by other keys."""
 
 _TEXT_KEYS = tuple(f"{CORRECTION}.{leaf}" for leaf in ("rollout_rs", "rollout_rs_threshold", "rollout_is_threshold"))
 _SEARCH_PATH = "hydra.searchpath"
@@ -37,7 +37,7 @@ class Prepared:
 
 
 def prepare(schema: type[BaseModel], composer: Composer, overrides: Sequence[str]) -> Prepared:
-    """Sort and rewrite raw overrides. Raises ``ConfigError`` naming the first that cannot be meant."""
+    """Sort and rewrite raw overrides. Raises ``ConfigError`` naming the first invalid one."""
     translation = legacy_translation(overrides) if schema is RunConfig else None
     if translation is not None:
         raise ConfigError(translation)
@@ -67,7 +67,7 @@ def check_keys(schema: type[BaseModel], given: Mapping[str, Any], prefix: str = 
 
 
 def unreadable(error: Exception, overrides: Sequence[str]) -> str:
-    """What is wrong with arguments that Hydra cannot make a tree of, and what to write."""
+    """The error message for arguments that Hydra cannot compose, with what to write instead."""
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     culprit = next((override.lstrip("+") for override in overrides if _parsing_fails(override)), None)
     if culprit is not None:

@@ -1,1 +1,1 @@
-"""The border to verl and to older names: accepted, translated and refused keys, recipe scripts. Nothing else knows the past."""
+"""Compatibility with verl and with older names: accepted, translated and refused keys, recipe scripts."""

@@ -1,4 +1,4 @@
-"""verl's spellings of what this schema says in another way: moved keys, names of values, defaults that a recipe writes out."""
+"""Translating verl's keys and values to this schema: moved keys, renamed values, keys that repeat another one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MOVED = {
     "rollout.n_gpus_per_node": "actor_rollout_ref.rollout.n_gpus_per_node",
     "rollout.total_epochs": "trainer.total_epochs",
 }
-"""Keys and sections of verl, and where their values belong here; also those that verl itself reads no more."""
+"""Keys and sections of verl and their names in this schema; also keys that verl itself no longer reads."""
 
 VALUE_NAMES: dict[tuple[str, Any], Any] = {
     ("actor_rollout_ref.rollout.nnodes", 0): None,
@@ -33,16 +33,16 @@ VALUE_NAMES: dict[tuple[str, Any], Any] = {
     ("actor_rollout_ref.rollout.checkpoint_engine.backend", "nccl"): "broadcast",
     ("algorithm.filter_groups.max_num_gen_batches", -1): 0,
 }
-"""Values by their names in verl: (key of this schema, value) and what is written here."""
+"""Values that have another name in verl: (key of this schema, verl's value) to the value here."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A key of verl that another one decides here: it may be given as long as it says the same."""
+    """A key of verl whose value follows from other keys here: it is accepted when it agrees with them."""
 
     holds: Callable[[RunConfig, Any], bool]
     instead: str
-    """What must hold, and what to write instead."""
+    """An agreement with the value of one other key."""
 
 
 def _equal(read: Callable[[RunConfig], Any], source: str) -> Agreement:
@@ -86,8 +86,8 @@ AGREEMENTS = {
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A tree in this schema's keys alone, and what the given keys of verl still demand of the whole configuration."""
+class TranslatedTree:
+    """A tree of this schema's keys, and verl's keys that must agree with the whole configuration."""
 
     tree: dict[str, Any]
     demands: list[tuple[str, Any]]
@@ -105,17 +105,17 @@ class Settled:
 
 
 @dataclass(frozen=True)
-class SettledLeaf:
-    """What becomes of one given key."""
+class TranslatedKey:
+    """The translation of one given key."""
 
     key: str
-    """Where its value belongs in this schema."""
+    """The key of this schema."""
     value: Any
-    """The value as it is written here."""
+    """The value in this schema."""
     problem: str | None = None
-    """Why it is refused, and what to write instead; None: it is not."""
+    """Why the key is refused, and what to write instead; None: it is not refused."""
     accepted: bool = False
-    """Whether it says what happens anyway, and is dropped."""
+    """Whether the key is dropped because its value is this project's behaviour anyway."""
 
 
 def refused_for(given: Sequence[str], reason: str) -> str:
@@ -124,12 +124,12 @@ def refused_for(given: Sequence[str], reason: str) -> str:
 
 
 def is_verl_key(key: str) -> bool:
-    """Whether ``key`` is one of verl's that ``settle`` knows, or lies below one."""
+    """Whether ``key`` is one of verl's that ``translate_tree`` knows, or lies below one."""
     return moved(key) != key or key in AGREEMENTS or is_translated(key) or refusal_of(key) is not None
 
 
 def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
-    """Where the value of ``key`` belongs according to ``names`` of keys and sections: the key itself unless it moved."""
+    """The new name of ``key`` according to ``names`` of keys and sections; the key itself unless it moved."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         target = names.get(".".join(parts[:length]))
@@ -138,29 +138,29 @@ def moved(key: str, names: Mapping[str, str] = MOVED) -> str:
     return key
 
 
-def settle_leaf(given_key: str, given_value: Any, given: Mapping[str, Any]) -> SettledLeaf:
-    """What becomes of one key and its value beside all the ``given`` ones, by their dotted keys."""
+def translate_key(given_key: str, given_value: Any, given: Mapping[str, Any]) -> TranslatedKey:
+    """Translate one key and its value; ``given`` holds all given values by their dotted keys."""
     is_async, translated = translate(given_key, given_value, given)
     if is_async:
-        return SettledLeaf(given_key, given_value, accepted=True) if translated is None else SettledLeaf(*translated)
+        return TranslatedKey(given_key, given_value, accepted=True) if translated is None else TranslatedKey(*translated)
     key = moved(given_key)
     value = given_value
     if isinstance(value, (str, int)) and not isinstance(value, bool):
         value = VALUE_NAMES.get((key, value), value)
     if isinstance(value, str) and (key, value) in REFUSED_VALUES:
-        return SettledLeaf(key, value, problem=REFUSED_VALUES[key, value])
+        return TranslatedKey(key, value, problem=REFUSED_VALUES[key, value])
     found = None if key in AGREEMENTS else refusal_of(key)
     if found is None:
-        return SettledLeaf(key, value, accepted=key != given_key and value is None)
+        return TranslatedKey(key, value, accepted=key != given_key and value is None)
     section, refusal = found
     if _is_one_of(value, refusal.accepted) or not _is_on(section, refusal, key, given):
-        return SettledLeaf(key, value, accepted=True)
+        return TranslatedKey(key, value, accepted=True)
     renamed = moved(key, RENAMED)
-    return SettledLeaf(key, value, problem=refusal.reason if renamed == key else f"{refusal.reason}: write {renamed}={value}")
+    return TranslatedKey(key, value, problem=refusal.reason if renamed == key else f"{refusal.reason}: write {renamed}={value}")
 
 
 def _is_on(section: str, refusal: Refusal, key: str, given: Mapping[str, Any]) -> bool:
-    """Whether the section of ``key`` is turned on, as far as it has a switch."""
+    """Whether the section of ``key`` is enabled; a section without a switch always is."""
     if refusal.switch is None:
         return True
     switch = refusal.switch if "." in refusal.switch else f"{section}.{refusal.switch}"
@@ -171,8 +171,8 @@ def _is_one_of(value: Any, accepted: Sequence[Any]) -> bool:
     return any(type(value) is type(one) and value == one for one in accepted)
 
 
-def settle(given: Mapping[str, Any]) -> Settled:
-    """Rewrite a tree of given values in this schema's keys: moved ones go to their place, accepted defaults are dropped.
+def translate_tree(given: Mapping[str, Any]) -> TranslatedTree:
+    """Translate a tree of given values to this schema's keys: moved keys are renamed, accepted defaults are dropped.
 
     Raises ``ConfigError`` naming every key and value that is refused.
     """
@@ -182,7 +182,7 @@ def settle(given: Mapping[str, Any]) -> Settled:
     refused: dict[str, list[str]] = {}
     twice: list[str] = []
     for key, value in leaves.items():
-        leaf = settle_leaf(key, value, leaves)
+        leaf = translate_key(key, value, leaves)
         if leaf.problem is not None:
             refused.setdefault(leaf.problem, []).append(shortened(f"{key}={value}"))
         elif leaf.key in AGREEMENTS:
@@ -194,7 +194,7 @@ def settle(given: Mapping[str, Any]) -> Settled:
     problems = [refused_for(given_values, reason) for reason, given_values in refused.items()]
     if problems or twice:
         raise ConfigError("\n".join(problems + twice))
-    return Settled(tree, demands)
+    return TranslatedTree(tree, demands)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

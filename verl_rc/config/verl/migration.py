@@ -1,4 +1,4 @@
-"""Recipes, overrides and run files of verl, of any release since August 2025, as overrides of this project."""
+"""Translating recipes, overrides and run files of any verl release since August 2025 to overrides of this project."""
 
 import os
 import re
@@ -16,14 +16,14 @@ import yaml
 from verl_rc.config.async_keys import with_verls_async_defaults
 from verl_rc.config.errors import shortened
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.verl.keys import moved, settle_leaf
+from verl_rc.config.verl.keys import moved, translate_key
 from verl_rc.config.verl.refused import RENAMED
 from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, import_legacy, is_legacy_key
 
 SUFFIX = ".sh"
 _SECONDS = 20
 _STARTERS = ("python", "python3", "ray", "torchrun")
-"""Programs that recipes start a trainer with; the record takes their places."""
+"""Programs that recipes start a trainer with; they are replaced by a script that records its arguments."""
 _HARMLESS = ("basename", "cat", "cut", "date", "dirname", "env", "expr", "nohup", "nproc", "realpath", "seq", "tr", "wc")
 """Programs that recipes fill their variables with, or call others through; by themselves they read and print."""
 _RECORDER = """#!{bash}
@@ -33,7 +33,7 @@ printf '\\n\\0' >> '{record}'
 _PRELUDE = """command_not_found_handle() { return 0; }
 export -f command_not_found_handle
 """
-"""Every other program that is called by its name does nothing, and succeeds."""
+"""A bash function with which every other program that is called by name does nothing and succeeds."""
 
 
 def is_recipe_script(argument: str) -> bool:
@@ -42,11 +42,11 @@ def is_recipe_script(argument: str) -> bool:
 
 
 def arguments_of_script(script: str, further: Sequence[str] = ()) -> list[str]:
-    """The overrides and options that ``script``, called with ``further``, would start ``main_ppo`` with.
+    """The overrides and options with which ``script``, called with ``further``, would start ``main_ppo``.
 
-    A shell expands variables, conditions and arrays, and it is the script's own: read only scripts that you would start. Python,
-    Ray and all else that is called by its name are replaced by programs that write their arguments down or do nothing. Raises
-    ``ValueError`` for a script that is not there, starts no ``main_ppo`` or more than one, or does not end.
+    The script runs in bash, which expands variables, conditions and arrays: read only scripts that you would start. Python, Ray
+    and all other programs called by name are replaced by programs that record their arguments or do nothing. Raises
+    ``ValueError`` for a script that does not exist, does not start ``main_ppo`` exactly once, or does not end.
     """
     if not Path(script).is_file():
         raise ValueError(f"a recipe must be an existing shell script, got {script!r}: there is no such file")
@@ -107,10 +107,10 @@ _OWN_LEAVES = set(RolloutCorrectionConfig.model_fields) - set(VERLS_FIELDS)
 
 @dataclass(frozen=True)
 class Migration:
-    """What to write instead, and why."""
+    """The translated overrides, and notes on every change."""
 
     overrides: list[str]
-    """``key=value`` of this project; values as a shell hands them to Hydra."""
+    """``key=value`` of this project, unquoted."""
     notes: list[str]
     """One sentence for everything that changed, was dropped or is refused."""
 
@@ -138,15 +138,15 @@ def migrate(arguments: Sequence[str], options: Mapping[str, str] | None = None) 
         if key in correction:
             continue
         here = moved(key, RENAMED)
-        settled = settle_leaf(here, value, given)
-        if settled.problem is not None:
-            notes.append(f"{key} is left out: {settled.problem}.")
-        elif settled.accepted:
+        translated = translate_key(here, value, given)
+        if translated.problem is not None:
+            notes.append(f"{key} is left out: {translated.problem}.")
+        elif translated.accepted:
             notes.append(f"{key}={value} is left out: it says what happens anyway.")
         else:
-            if settled.key != key:
-                notes.append(f"{key} is {settled.key} here.")
-            overrides.append(f"{settled.key}={_plain(settled.value)}")
+            if translated.key != key:
+                notes.append(f"{key} is {translated.key} here.")
+            overrides.append(f"{translated.key}={_plain(translated.value)}")
     if correction:
         preset = correction.pop(f"{_SECTION}.preset", None)
         if preset is not None:
@@ -181,7 +181,7 @@ def is_correction_key(key: str) -> bool:
 
 
 def _with_scripts_read(arguments: Sequence[str]) -> Iterator[str]:
-    """The arguments, those of a shell script in its place. Its Hydra options are left out: they name verl's own defaults."""
+    """The arguments with each shell script replaced by its overrides, without its Hydra options (verl's own defaults)."""
     for argument in arguments:
         if is_recipe_script(argument):
             yield from (found for found in arguments_of_script(argument) if "=" in found and not found.startswith("--"))
@@ -226,7 +226,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _quoted(override: str) -> str:
-    """One word of a shell, in the quotes that are easiest to read."""
+    """``text`` quoted as one word of a shell, in readable quotes."""
     if "'" in override and not set('"$`\\\\!') & set(override):
         return f'"{override}"'
     return shlex.quote(override)

@@ -1,7 +1,7 @@
-"""Keys of verl that are no keys here: what a run refuses by name, and the values it accepts because they say what happens anyway.
+"""Keys of verl that this schema lacks: the reason for refusing them, and values accepted because they match the behaviour here.
 
-verl's recipes spell many defaults out. A key below may therefore be given with one of its accepted values, which is then dropped;
-with any other value, and where there is none, the run is refused with the reason, which says what to write instead.
+verl's recipes write out many defaults. A key below may therefore be given with one of its accepted values and is then dropped.
+Any other value refuses the run with the reason, which says what to write instead.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class Refusal:
     """Why a key, or everything below it, is refused."""
 
     reason: str
-    """One sentence without its subject, the key, and without its end: what holds here, and what to write instead."""
+    """What holds here and what to write instead; the message puts the key before it and a full stop after it."""
     accepted: tuple[Any, ...] = ()
-    """Values that say what happens here anyway; those of a section hold for each of its leaves."""
+    """Accepted values, which match the behaviour here; those of a section apply to each of its leaves."""
     switch: str | None = None
-    """The leaf of a section that turns it on, or another key: while that is off, its other leaves mean nothing anywhere."""
+    """The key that enables the section; while it is off, the other leaves of the section have no effect and are accepted."""
 
 
 _OFF = (False, None)
@@ -355,11 +355,11 @@ REFUSED_VALUES = {
     },
     ("algorithm.adv_estimator", "codapo"): "CoDaPO is not built; give one of your own as module:function, or write grpo",
 }
-"""Values of this schema's keys that verl knows and a run refuses by name: (key, value) and why, and what to write."""
+"""Values of this schema's keys that verl supports and this project refuses: (key, value) to the reason and the remedy."""
 
 
 def refusal_of(key: str) -> tuple[str, Refusal] | None:
-    """The entry that holds for ``key``, which lies at it or below it, and its name; None where no entry does."""
+    """The name and the entry of the key or section that contains ``key``; None when it is not refused."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next(((name, REFUSALS[name]) for name in names if name in REFUSALS), None)

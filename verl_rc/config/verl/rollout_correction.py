@@ -1,4 +1,4 @@
-"""Settings of rollout correction from any verl release since August 2025, translated to fields of today with notes.
+"""Translating rollout-correction settings of any verl release since August 2025 to today's fields, with notes.
 
 Eras: A (August 2025, one cap in the actor), B1 to B3 (October 2025, flat keys under ``algorithm``), C (November 2025 to
 January 2026, ``algorithm.rollout_correction``), D (since January 2026).
@@ -104,11 +104,11 @@ def _options(leaves: Fields) -> tuple[Era, BoundConvention]:
     given = leaves.pop("era", None)
     if given is not None and given not in get_args(Era):
         raise ValueError(f"era must be one of {', '.join(get_args(Era))}; got {given!r}")
-    era = given or _guess_era(leaves)
+    era = given or _detect_era(leaves)
     return era, convention  # type: ignore[return-value]  # both were checked against their alternatives
 
 
-def _guess_era(leaves: Fields) -> Era:
+def _detect_era(leaves: Fields) -> Era:
     marks: dict[Era, bool] = {
         "A": any(key in leaves for key in _CAPS),
         "B3": any(key in leaves for key in _ERA_B) or isinstance(leaves.get("rollout_is"), bool),
@@ -231,7 +231,7 @@ def _from_d(leaves: Fields, era: Era, notes: list[str]) -> Fields:
 
 
 def _apply_convention(fields: Fields, convention: BoundConvention, notes: list[str]) -> None:
-    """Turn k1 bounds around under ``inverse``; say so where the two conventions differ."""
+    """Invert k1 bounds under ``inverse``; adds a note where the two conventions differ."""
     rules, value = fields.get("rollout_rs"), fields.get("rollout_rs_threshold")
     if rules is None or value is None:
         return
@@ -264,7 +264,7 @@ def _refuse_rest(leaves: Fields, era: Era) -> None:
 
 
 def _bounds(upper: object, lower: object) -> Threshold:
-    """The band of an upper bound and a lower one, 1/upper where that is null; 0 becomes the smallest bound that is written."""
+    """A band from an upper and a lower bound, which is 1/upper when null; a lower bound of 0 becomes the smallest allowed."""
     top = _number(upper, "threshold")
     bottom = 1.0 / top if lower is None else _number(lower, "threshold_lower") or _NO_LOWER_BOUND
     return parse_threshold([bottom, top], "threshold")

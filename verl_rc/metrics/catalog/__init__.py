@@ -7,7 +7,7 @@ from verl_rc.metrics.catalog.rollout_corr import ROLLOUT_CORR
 from verl_rc.metrics.catalog.samples import ACCOUNTING, BATCH, VALIDATION
 from verl_rc.metrics.catalog.spec import Catalog, MetricSpec
 
-ROOMS: dict[str, tuple[MetricSpec, ...]] = {
+SECTIONS: dict[str, tuple[MetricSpec, ...]] = {
     "Rollout correction": ROLLOUT_CORR,
     "Weight sync": SYNC,
     "Learning": LEARNING,
@@ -17,12 +17,12 @@ ROOMS: dict[str, tuple[MetricSpec, ...]] = {
     "Asynchronous training": ASYNCHRONY,
     "Time and memory": TIME,
 }
-"""Entries by room, in the order of docs/metrics.md."""
+"""Entries by section, in the order of docs/metrics.md."""
 
-CATALOG = Catalog(spec for specs in ROOMS.values() for spec in specs)
+CATALOG = Catalog(spec for specs in SECTIONS.values() for spec in specs)
 """All of them."""
 
 describe = CATALOG.describe
 check_names = CATALOG.check_names
 
-__all__ = ["CATALOG", "ROOMS", "Catalog", "MetricSpec", "check_names", "describe"]
+__all__ = ["CATALOG", "SECTIONS", "Catalog", "MetricSpec", "check_names", "describe"]

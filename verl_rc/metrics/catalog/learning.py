@@ -104,4 +104,4 @@ LEARNING = (
     *(MetricSpec(spec.name, spec.unit, spec.formula, spec.healthy, "workers") for spec in (*_ACTOR, *_CRITIC)),
     *_BATCH,
 )
-"""Entries of this room."""
+"""Entries of this section."""

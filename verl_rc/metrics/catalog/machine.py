@@ -87,7 +87,7 @@ TIME = (
         "driver",
     ),
 )
-"""Entries of this room."""
+"""Entries of this section."""
 
 
 SYNC = tuple(
@@ -114,4 +114,4 @@ SYNC = tuple(
         ("sync/gap_limit", "nats", "mean gap above which the run stops: a fault, not rounding", None),
     )
 )
-"""Entries of this room."""
+"""Entries of this section."""

@@ -70,7 +70,7 @@ _OUTCOME: tuple[tuple[str, str, Bounds | None], ...] = (
     ("rollout_is_catastrophic_token_fraction", "share of tokens below the veto's threshold", (0, 0.001)),
     ("nonfinite_token_fraction", "share of response tokens with a log-prob that is NaN or infinite", (0, 0)),
     ("safety_clamped_fraction", "share of tokens whose |l| was cut to the safety bound before exp", (0, 0.001)),
-    ("rollout_rs_seq_rejected_fraction", "share of non-empty rows of which nothing is kept", (0, 0.1)),
+    ("rollout_rs_seq_rejected_fraction", "share of non-empty rows that are fully rejected", (0, 0.1)),
     ("rollout_rs_adaptive_threshold", "u of the rejection bounds 1/u to u in force, under rollout_rs_target_acceptance", None),
     ("skipped_updates", "optimizer steps skipped because nothing was left of the mini-batch", (0, 0)),
 )
@@ -101,8 +101,8 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("rollout_rs_{rule}_exclusive_fraction", "1", "share of response tokens that this rule alone rejects", None),
     ("rollout_rs_overlap_fraction", "1", "share of response tokens that several rules reject", None),
     ("kept_fraction_{split}", "1", "share of tokens kept, by length of the response, sign of advantage or correctness", None),
-    ("kept_score_mean", "score", "mean score of the rows of which something is kept", None),
-    ("rejected_score_mean", "score", "mean score of the rows of which nothing is kept", None),
+    ("kept_score_mean", "score", "mean score of the rows with at least one kept token", None),
+    ("rejected_score_mean", "score", "mean score of the fully rejected rows", None),
     ("token_age_mean", "updates", "mean over tokens of the weight updates since they were sampled", (0, 4)),
     ("token_age_max", "updates", "age of the oldest token", None),
     ("age_{n}_token_fraction", "1", "share of tokens of this age; the last age holds all older ones", None),
@@ -134,4 +134,4 @@ ROLLOUT_CORR = (
     *(MetricSpec(f"rollout_corr/{name}", "1", text, healthy, "correction") for name, text, healthy in _OUTCOME),
     *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _FULL),
 )
-"""Entries of this room."""
+"""Entries of this section."""

@@ -60,7 +60,7 @@ _TRAINING = (
 )
 
 BATCH = (*_LENGTHS, *_TRAINING)
-"""Entries of this room."""
+"""Entries of this section."""
 
 
 _TOKENS = {
@@ -87,7 +87,7 @@ ACCOUNTING = (
     MetricSpec("alerts/reward_collapse", "1", "1 in a step at which the mean score has collapsed", (0, 0), "driver"),
     MetricSpec("alerts/withheld_updates", "1", "1 in a step whose updates an alert left out", (0, 0), "driver"),
 )
-"""Entries of this room."""
+"""Entries of this section."""
 
 
 _DRAWN = "of n samples drawn with replacement from the prompt's"
@@ -114,4 +114,4 @@ VALIDATION = (
         for aggregate, formula in _AGGREGATES.items()
     ),
 )
-"""Entries of this room."""
+"""Entries of this section."""

@@ -1,4 +1,4 @@
-"""One entry of the catalogue, and finding entries: by exact name first, then by the most specific pattern."""
+"""Entries of the metric catalogue, and their look-up: by exact name first, then by the most specific pattern."""
 
 import difflib
 import re
@@ -24,13 +24,13 @@ class MetricSpec:
     formula: str
     """How it is computed, in one line."""
     healthy: Bounds | None = None
-    """Where it lies in a run that is going well; None where no general statement is possible."""
+    """Range in a run that goes well; None when no general statement is possible."""
     emitted_by: str = ""
     """The package that reports it."""
 
     @property
     def healthy_in_words(self) -> str:
-        """The healthy range, as people write it; empty where there is none."""
+        """The healthy range in words; empty without one."""
         match self.healthy:
             case None | (None, None):
                 return ""
@@ -48,11 +48,11 @@ class MetricSpec:
 
     @property
     def literal_length(self) -> int:
-        """Characters outside placeholders: of two patterns that match a name, the one with more says more."""
+        """Characters outside placeholders; of several matching patterns, the one with most is the most specific."""
         return len(_PLACEHOLDER.sub("", self.name))
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is this metric, or one of the metrics this pattern stands for."""
+        """Whether ``name`` is this metric, or matches this pattern."""
         return self._regex.fullmatch(name) is not None
 
     @cached_property
@@ -97,16 +97,16 @@ class Catalog:
         """The entry of ``name``; raises ``ValueError`` with the nearest known name."""
         spec = self.find(name)
         if spec is None:
-            raise ValueError(f"metric {self._complaint(name)}.")
+            raise ValueError(f"metric {self._unknown_name(name)}.")
         return spec
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raises ``ValueError`` unless every name has an entry, naming the nearest known one for each that has none."""
         unknown = [name for name in names if self.find(name) is None]
         if unknown:
-            complaints = "; ".join(self._complaint(name) for name in unknown)
+            complaints = "; ".join(self._unknown_name(name) for name in unknown)
             raise ValueError(f"every metric must have an entry in verl_rc/metrics/catalog, these have none: {complaints}.")
 
-    def _complaint(self, name: str) -> str:
+    def _unknown_name(self, name: str) -> str:
         nearest = difflib.get_close_matches(name, self._by_name, n=1, cutoff=0.0)
         return f"'{name}' is unknown (nearest: '{nearest[0]}')" if nearest else f"'{name}' is unknown"

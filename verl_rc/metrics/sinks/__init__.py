@@ -1,4 +1,4 @@
-"""Where metrics go: console, JSON lines, W&B, TensorBoard. W&B and TensorBoard load only when they are opened."""
+"""Metric sinks: console, JSON lines, W&B, TensorBoard. W&B and TensorBoard are imported only when they are opened."""
 
 from verl_rc.metrics.sinks.local import Cell, ConsoleSink, JsonlSink, MetricSink
 from verl_rc.metrics.sinks.tracker import LOGGERS, PreviousRun, Tracker, open_tracker

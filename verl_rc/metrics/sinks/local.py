@@ -1,4 +1,4 @@
-"""What every sink can do, and the two that need nothing else: the console, and JSON lines in the run's folder."""
+"""The sink protocol, and the two sinks without dependencies: the console, and JSON lines in the run's folder."""
 
 import json
 import math
@@ -18,7 +18,7 @@ Cell = str | int | float | bool | None
 
 
 class MetricSink(Protocol):
-    """Shows or stores what a run reports. A sink ignores what it has no way to show."""
+    """Shows or stores the output of a run. A sink ignores kinds of output that it cannot show."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Takes the reduced metrics of one step."""
@@ -33,11 +33,11 @@ class MetricSink(Protocol):
         ...
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Tells whoever watches that something is wrong; rarely called. ``text`` may have several lines."""
+        """Sends an alert to the user; ``text`` may have several lines."""
         ...
 
     def close(self) -> None:
-        """Writes out what is pending; nothing may be logged afterwards."""
+        """Flushes and closes the sink; nothing may be logged afterwards."""
         ...
 
 
@@ -74,7 +74,7 @@ class ConsoleSink:
             self._step_seconds.append(seconds)
         line = self._line(metrics, step, seconds)
         if self._console.is_terminal:
-            self._move_bar(step)
+            self._advance_progress_bar(step)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
@@ -105,7 +105,7 @@ class ConsoleSink:
             parts.append(f"ETA {_clock(statistics.mean(self._step_seconds) * (self._total_steps - step))}")
         return "  ".join(parts)
 
-    def _move_bar(self, step: int) -> None:
+    def _advance_progress_bar(self, step: int) -> None:
         if self._progress is None:
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._progress = Progress(*columns, console=self._console, transient=True)
@@ -148,7 +148,7 @@ class JsonlSink:
         self._files: dict[str, IO[str]] = {}
         for path in [run_dir / name for name in _FILES] + sorted(run_dir.glob("tables/*.jsonl")):
             if path.exists() and not path.name.endswith(_REPLACED):
-                _set_aside_later_steps(path, steps_done)
+                _move_later_steps(path, steps_done)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Appends one line ``{"step": …, name: value, …}``."""
@@ -202,8 +202,8 @@ def _json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _set_aside_later_steps(path: Path, steps_done: int) -> None:
-    """Make ``path`` end after ``steps_done`` steps; the lines after them are moved. A crash at any moment loses no line."""
+def _move_later_steps(path: Path, steps_done: int) -> None:
+    """Move the lines of ``path`` after step ``steps_done`` to another file. A crash at any moment loses no line."""
     kept: list[str] = []
     later: list[str] = []
     with path.open(encoding="utf-8") as file:
@@ -219,7 +219,7 @@ def _set_aside_later_steps(path: Path, steps_done: int) -> None:
 
 
 def _is_of_step_up_to(last_step: int, line: str) -> bool:
-    """False also for a line that a killed run left half-written."""
+    """Whether a line is of a step up to the given one; False also for an incomplete line of a killed run."""
     try:
         return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
     except (ValueError, KeyError, TypeError):

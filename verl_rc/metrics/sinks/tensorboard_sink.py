@@ -13,7 +13,7 @@ class TensorBoardSink:
     """Writes to ``<run_dir>/tensorboard``."""
 
     def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
-        """Opens the event file; TensorBoard no longer shows what was written for steps after ``steps_done``."""
+        """Opens the event file; TensorBoard hides earlier entries of steps after ``steps_done``."""
         purged = steps_done + 1 if steps_done > 0 else None
         self._writer = torch_tensorboard.SummaryWriter(str(run_dir / "tensorboard"), purge_step=purged)
 

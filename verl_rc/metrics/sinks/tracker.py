@@ -14,19 +14,19 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """The run that a resumed one goes on from."""
+    """The earlier part of a resumed run."""
 
     steps_done: int
-    """Steps whose metrics are written and stay."""
+    """Number of steps whose metrics are kept."""
     run_id: str | None
     """Its ``Tracker.run_id``."""
 
 
 class Tracker:
-    """Hands everything to every sink."""
+    """Forwards every call to all sinks."""
 
     def __init__(self, sinks: Sequence[MetricSink], run_id: str | None = None) -> None:
-        """``run_id``: what W&B calls this run, None without W&B; a checkpoint keeps it."""
+        """``run_id``: the W&B run id, stored in checkpoints; None without W&B."""
         self._sinks = tuple(sinks)
         self.run_id = run_id
 
@@ -36,7 +36,7 @@ class Tracker:
             sink.log(metrics, step)
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Tells whoever watches that something is wrong."""
+        """Sends an alert to the user."""
         for sink in self._sinks:
             sink.alert(title, text, step)
 
@@ -76,8 +76,8 @@ def open_tracker(
 ) -> Tracker:
     """Opens the sinks named in ``trainer.logger``.
 
-    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``previous`` is given for a run that is
-    resumed, which continues what was written up to there.
+    ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``previous`` is given for a resumed run,
+    which continues the earlier output.
 
     Raises:
         ValueError: a name is unknown, or needs a package that is not installed.

@@ -1,4 +1,4 @@
-"""Weights & Biases, with tags by which a run is found among others; offline when nobody is logged in."""
+"""The Weights & Biases sink, with tags from the configuration; offline without credentials."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ _LONGEST = 64
 
 
 def run_tags(config: Mapping[str, Any]) -> list[str]:
-    """Tags of a resolved configuration: model, estimator, loss, correction, precision of the engine, size. Sections that are not
-    there give none (a run of SFT has few)."""
+    """Tags of a resolved configuration: model, estimator, loss, correction, engine precision, size. Missing sections, as in
+    SFT, give no tags."""
     tags = (tag[:_LONGEST] for part in (_policy, _algorithm, _correction) for tag in part(config))
     return list(dict.fromkeys(tags))
 
@@ -85,7 +85,7 @@ class WandbSink:
     ) -> None:
         """``resume_id``: the ``run_id`` of the run that is continued; None starts a new one."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        find_own_folders(run_dir)
+        use_writable_folders(run_dir)
         self._run = wandb.init(
             project=project_name,
             name=experiment_name,
@@ -100,11 +100,11 @@ class WandbSink:
 
     @property
     def run_id(self) -> str:
-        """What a checkpoint keeps so that a resumed run continues this one."""
+        """The W&B run id, which a checkpoint stores so that a resumed run continues this one."""
         return str(self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Logs the metrics of one step; the summary keeps the best of every headline of validation, and the step it came from."""
+        """Logs the metrics of one step; the summary keeps the best value and step of every headline validation metric."""
         self._run.log(dict(metrics), step=step)
         for name, value in metrics.items():
             if name.startswith(_HEADLINE_PREFIX):
@@ -115,12 +115,12 @@ class WandbSink:
         self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Logs a ``wandb.Histogram``, which holds at most 512 bins: neighbours are joined where there are more."""
+        """Logs a ``wandb.Histogram``; neighbouring bins are merged because it holds at most 512."""
         edges, counts = join_bins(edges, counts, max_bins=512)
         self._run.log({name: wandb.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Sends an alert, by mail or Slack as the user's settings at W&B say; an offline run's when it is uploaded."""
+        """Sends an alert by mail or Slack, according to the user's W&B settings; for an offline run, on upload."""
         self._run.alert(title=title, text=f"step {step}\n{text}", level=wandb.AlertLevel.WARN)
 
     def close(self) -> None:
@@ -128,23 +128,23 @@ class WandbSink:
         self._run.finish()
 
     def _keep_best(self, name: str, value: float, step: int) -> None:
-        """A resumed run that is online goes on from the best so far; the first of equal values counts."""
+        """Update the best values in the summary; an online resumed run continues from the best so far, the first of ties wins."""
         best = self._run.summary.get(f"{_BEST_PREFIX}{name}")
         if best is None or value > best:
             self._run.summary.update({f"{_BEST_PREFIX}{name}": value, f"{_BEST_PREFIX}{name}/step": step})
 
 
 def join_bins(edges: Sequence[float], counts: Sequence[float], max_bins: int) -> tuple[list[float], list[float]]:
-    """Joins equally many neighbouring bins so that at most ``max_bins`` remain; counts add up."""
+    """Merges equal numbers of neighbouring bins so that at most ``max_bins`` remain; their counts are added."""
     width = -(-len(counts) // max_bins)
     starts = range(0, len(counts), width)
     return [edges[i] for i in starts] + [edges[-1]], [sum(counts[i : i + width]) for i in starts]
 
 
-def find_own_folders(run_dir: Path) -> None:
-    """W&B keeps logs and copies of tables below the home folder; where it cannot write there, it does in the run's folder.
+def use_writable_folders(run_dir: Path) -> None:
+    """Redirect W&B's logs and table copies to the run's folder when the home folder is not writable.
 
-    Without, it fills the console with errors, and the first table ends the run.
+    Otherwise W&B fills the console with errors, and logging the first table raises.
     """
     own = {wandb.env.CACHE_DIR: wandb.env.get_cache_dir(), wandb.env.DATA_DIR: wandb.env.get_data_dir()}
     for variable, folder in own.items():
@@ -153,7 +153,7 @@ def find_own_folders(run_dir: Path) -> None:
 
 
 def _mode() -> Any:
-    """What the user set in ``WANDB_MODE`` (None: wandb reads it), or offline when there are no credentials."""
+    """The W&B mode: None when ``WANDB_MODE`` is set (wandb reads it), "offline" without credentials."""
     if os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False):
         return None
     return "offline"

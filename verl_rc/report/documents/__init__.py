@@ -1,4 +1,4 @@
-"""Pages that say what the code says: ``verl-rc docs`` writes them, ``verl-rc docs --check`` compares them."""
+"""Pages generated from the code: ``verl-rc docs`` writes them, ``verl-rc docs --check`` compares them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ def write_pages(root: Path) -> list[str]:
 
 
 def stale_pages(root: Path) -> list[str]:
-    """Pages of the checkout ``root`` that are missing or say something else than the code.
+    """Pages of the checkout ``root`` that are missing or differ from what the code generates.
 
     Raises ``ValueError`` when ``root`` is no checkout.
     """

@@ -88,7 +88,7 @@ def render() -> str:
 
 
 def _algorithms() -> Iterator[str]:
-    """What the names of losses, averages and estimators stand for."""
+    """Tables of losses, averages and estimators."""
     yield "\n## Policy losses\n\nThe loss of a token (of a row for `geo_mean`); sg[…] is a constant of the gradient."
     yield "`verl-rc explain` prints the whole objective with the meaning of every symbol.\n"
     yield "| `loss_mode` | loss | options | source |\n|---|---|---|---|"
@@ -114,7 +114,7 @@ def _row(*cells: str) -> str:
 
 
 def render_reference() -> str:
-    """The whole of ``configs/reference.yaml``."""
+    """The text of ``configs/reference.yaml``."""
     return "\n".join([_REFERENCE_HEAD, *_section_in_yaml(RunConfig, "")]) + "\n"
 
 
@@ -147,7 +147,7 @@ def _meaning(field: FieldInfo) -> str:
 
 
 def _choices(annotation: Any) -> str:
-    """The values that a leaf may have, where they are few."""
+    """The allowed values of a leaf with a fixed set of values, in words."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     values = [value for part in parts if get_origin(part) is Literal for value in get_args(part)]
     return f" One of {', '.join(map(str, values))}{', null' if type(None) in parts else ''}." if len(values) > 1 else ""

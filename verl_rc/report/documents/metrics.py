@@ -1,6 +1,6 @@
 """docs/metrics.md, from the metric catalogue."""
 
-from verl_rc.metrics.catalog import ROOMS
+from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.spec import MetricSpec
 
 _HEAD = """\
@@ -19,8 +19,8 @@ tested by worked values: `tests/unit/metrics/catalog/test_worked_values.py`.
 def render() -> str:
     """The whole page."""
     parts = [_HEAD]
-    for room, specs in ROOMS.items():
-        parts.append(f"\n## {room}\n\n| Name | Unit | How it is computed | Healthy | Reported by |\n|---|---|---|---|---|\n")
+    for section, specs in SECTIONS.items():
+        parts.append(f"\n## {section}\n\n| Name | Unit | How it is computed | Healthy | Reported by |\n|---|---|---|---|---|\n")
         parts += [_row(spec) for spec in specs]
     return "".join(parts)
 

@@ -60,7 +60,7 @@ SAME_KEYS: Mapping[str, tuple[str, str]] = {
     ),
     "algorithm.rollout_correction.bypass_mode": ("switches the loss in the driver's copy only", "switches driver and actor"),
 }
-"""Keys that both projects read, and not quite alike: in verl, here."""
+"""Keys with a different meaning in verl: (key, meaning in verl, meaning here)."""
 
 _REFUSED_HEAD = """
 ## Keys that are refused
@@ -80,7 +80,7 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Trainer": ("trainer.",),
     "Everything else": ("",),
 }
-"""Headings of refused keys, and how these begin; the first that fits."""
+"""Headings of the refused keys with the prefixes they cover; the first match wins."""
 
 REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
     "GSM8K": (
@@ -109,7 +109,7 @@ REWARDS_AND_TOOLS: Mapping[str, tuple[str, str]] = {
         "the policy reads the exception and goes on",
         "`ToolError` is what the policy reads; any other exception ends the run",
     ),
-    "a call that is no JSON": ("ignored", "answered with what is wrong"),
+    "a call that is not JSON": ("ignored", "answered with what is wrong"),
     "the limit of a tool's answer": ("of its result", "of errors as well"),
 }
 """What verl does, and what happens here."""
@@ -179,7 +179,7 @@ def _moved() -> str:
 
 
 def _refused() -> str:
-    """Refused keys by section, then refused values; what is refused for one reason shares a row."""
+    """Tables of refused keys by section and of refused values; keys with the same reason share a row."""
     keys_by_row: dict[str, dict[tuple[str, str], list[str]]] = {section: defaultdict(list) for section in _SECTIONS}
     for key, refusal in REFUSALS.items():
         keys_by_row[_section_of(key)][refusal.reason, _accepted(refusal)].append(key)
@@ -203,13 +203,13 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def _accepted(refusal: Refusal) -> str:
-    """Values with which the key may be given nevertheless, as overrides write them."""
+    """Values that are accepted for a refused key, in the syntax of overrides."""
     words = ", ".join(f"`{_shown(value)}`" for value in refusal.accepted)
     return f"{words} of `{refusal.switch}`" if refusal.switch and words else words
 
 
 def _shown(value: object) -> str:
-    """A value as an override writes it."""
+    """A value in the syntax of overrides."""
     return "null" if value is None else "''" if value == "" else str(value)
 
 

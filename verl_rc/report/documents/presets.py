@@ -22,14 +22,14 @@ forward pass for old log-probs).
 def render() -> str:
     """The whole page: one table, in the order of the presets."""
     return _HEAD + "".join(
-        f"| `{name}` | {_cell(preset.summary)} | {fields_in_words(name)} | {preset.origin} |\n"
+        f"| `{name}` | {_cell(preset.summary)} | {effective_overrides(name)} | {preset.origin} |\n"
         for name, preset in PRESETS.items()
     )
 
 
-def fields_in_words(name: str) -> str:
-    """What a preset decides, as overrides."""
-    decided = RolloutCorrectionConfig.from_preset(name).decided_fields()
+def effective_overrides(name: str) -> str:
+    """The effective fields of a preset as overrides."""
+    decided = RolloutCorrectionConfig.from_preset(name).effective_fields()
     return f"`{' '.join(f'{field}={value}' for field, value in decided.items())}`" if decided else "none"
 
 

@@ -1,16 +1,16 @@
-"""What a configuration will do: facts about the objective, the batch and the step, before anything runs. Pure."""
+"""The plan of a run derived from its configuration: objective, batch sizes, stages of a step, unused options. Pure."""
 
 from dataclasses import dataclass
 
 from verl_rc.config.run import RunConfig
 from verl_rc.report.plan.objective import AdvantagePlan, Operand, PolicyPlan, ValuePlan, plan_advantages, plan_policy, plan_value
-from verl_rc.report.plan.options import InertOption, inert_options, warnings_of
+from verl_rc.report.plan.options import UnusedOption, unused_options, warnings_of
 from verl_rc.report.plan.schedule import BatchArithmetic, Phase, UpdateArithmetic, plan_arithmetic, plan_phases
 
 __all__ = [
     "AdvantagePlan",
     "BatchArithmetic",
-    "InertOption",
+    "UnusedOption",
     "Operand",
     "Phase",
     "Plan",
@@ -31,10 +31,10 @@ class Plan:
     advantages: AdvantagePlan
     sizes: BatchArithmetic
     phases: tuple[Phase, ...]
-    inert: tuple[InertOption, ...]
-    """Options that change nothing that is trained on."""
+    unused: tuple[UnusedOption, ...]
+    """Options without effect on training."""
     warnings: tuple[str, ...]
-    """What is allowed and hardly meant."""
+    """Warnings about combinations that are allowed but probably unintended."""
 
 
 def plan_of(config: RunConfig) -> Plan:
@@ -47,6 +47,6 @@ def plan_of(config: RunConfig) -> Plan:
         advantages=advantages,
         sizes=sizes,
         phases=plan_phases(config, policy, sizes),
-        inert=inert_options(config, policy, advantages),
+        unused=unused_options(config, policy, advantages),
         warnings=warnings_of(config, policy, sizes),
     )

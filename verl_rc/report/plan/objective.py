@@ -1,4 +1,4 @@
-"""Which tensors decide an update, and in what part: the objective's terms and what advantages are computed from."""
+"""The terms of the objective, the tensors they depend on, and the inputs of the advantages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class PolicyPlan:
     loss: str
     """Name of the policy loss that runs."""
     spec: LossSpec | None
-    """None: a loss of the user's own, which may look at everything."""
+    """None: a loss of the user's own, which may read every field."""
     bypass: bool
     """The current policy is corrected in the actor; else the proximal one in the driver."""
     weights: bool
@@ -34,7 +34,7 @@ class PolicyPlan:
     rejects: bool
     """Tokens with finite log-probs can be rejected."""
     denominator: Literal["original", "kept"]
-    """What is counted in denominators: response tokens, or kept ones."""
+    """Tokens counted in denominators: response tokens, or kept ones."""
     aggregation: str
     """Average of the policy term."""
     regulariser_aggregation: str
@@ -46,7 +46,7 @@ class PolicyPlan:
     statistics_passes: int
     """Passes without gradient over each mini-batch that come first, for statistics that its loss needs."""
     operands: tuple[Operand, ...]
-    """Everything that changes the loss of a mini-batch whose log-probs are finite."""
+    """All tensors that affect the loss of a mini-batch whose log-probs are finite."""
 
     @property
     def old_policy(self) -> Literal["proximal", "rollout"]:
@@ -71,7 +71,7 @@ class ValuePlan:
         Operand("returns", has_gradient=False),
         Operand("response_mask", has_gradient=False),
     )
-    """Everything that changes the loss."""
+    """All tensors that affect the loss."""
 
 
 def plan_policy(config: RunConfig) -> PolicyPlan:
@@ -126,23 +126,23 @@ def _operand_names(plan: PolicyPlan) -> Iterator[str]:
 
 
 def _reads_response_mask(plan: PolicyPlan) -> bool:
-    """Whether tokens that are not in ``loss_mask`` count somewhere: in a denominator, or in the ratio of a whole row."""
+    """Whether tokens outside ``loss_mask`` matter: in a denominator, or in the ratio of a whole row."""
     is_counted = plan.denominator == "original" and plan.aggregations != {"token-sum"}
     return is_counted or plan.spec is None or plan.spec.ratio == "row"
 
 
 @dataclass(frozen=True)
 class AdvantagePlan:
-    """How advantages come about."""
+    """How advantages are computed."""
 
     estimator: str
-    """Its name; that of the estimator it is another name for."""
+    """Name of the estimator, with aliases resolved."""
     spec: EstimatorSpec | None
-    """None: a function of the user's own, which may look at everything."""
+    """None: a function of the user's own, which may read every field."""
     uses_values: bool
     """The critic's values are subtracted."""
     excludes_rejected: bool
-    """Rows of which nothing is kept leave the group's baseline."""
+    """Fully rejected rows are excluded from the group's baseline."""
     reward_kl: bool
     """Advantages carry a KL penalty against the reference policy."""
     inputs: tuple[str, ...]
@@ -159,7 +159,7 @@ class AdvantagePlan:
 
 
 def plan_advantages(config: RunConfig, policy: PolicyPlan) -> AdvantagePlan:
-    """Advantages under ``config``, and everything the actor's update follows from."""
+    """How advantages are computed under ``config``, and all inputs of the actor's update."""
     algorithm, spec = config.algorithm, config.algorithm.estimator
     plan = AdvantagePlan(
         estimator=algorithm.adv_estimator if spec is None or spec.same_as is None else spec.same_as,

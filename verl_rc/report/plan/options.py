@@ -1,4 +1,4 @@
-"""Options that a configuration accepts and that change nothing in it, and combinations that are hardly meant."""
+"""Options without effect under a configuration, and warnings about probably unintended combinations."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,48 +17,48 @@ _GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
 
 Unread = tuple[bool, Sequence[str], str]
-"""Whether some keys are unread, the keys, and the reason."""
+"""Whether the keys are unused, the keys, and the reason."""
 
 
 @dataclass(frozen=True)
-class InertOption:
-    """A key that changes nothing that is trained on."""
+class UnusedOption:
+    """A key without effect on training."""
 
     key: str
     """A leaf, or a whole section as ``section.*``."""
     reason: str
     is_changed: bool
-    """It was given another value than its default, so that somebody expects something of it."""
+    """Whether it was set to another value than its default, so that the user expects an effect."""
     metrics_only: bool = False
-    """It changes what is reported."""
+    """Whether it affects metrics."""
 
 
-def inert_options(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> tuple[InertOption, ...]:
+def unused_options(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> tuple[UnusedOption, ...]:
     """Every option without effect under ``config``, with its reason."""
-    found = dict(_unread(config, policy, advantages))
-    unread = [InertOption(key, reason, _is_changed(config, key)) for key, reason in found.items()]
-    reported = [InertOption(key, reason, _is_changed(config, key), metrics_only=True) for key, reason in _metrics_only(config)]
+    found = dict(_unused(config, policy, advantages))
+    unread = [UnusedOption(key, reason, _is_changed(config, key)) for key, reason in found.items()]
+    reported = [UnusedOption(key, reason, _is_changed(config, key), metrics_only=True) for key, reason in _metrics_only(config)]
     return (*unread, *reported)
 
 
 def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[str, ...]:
-    """What is allowed and hardly meant: what it is, and what to do."""
+    """Warnings about allowed but probably unintended combinations, each with a remedy."""
     return tuple(_warnings(config, policy, sizes))
 
 
-def _unread(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
-    rooms = {
-        f"{_ACTOR}.": _unread_by_the_loss(config, policy, advantages),
-        "algorithm.": _unread_by_advantages(config, advantages),
-        "": _unread_by_roles(config),
+def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
+    reasons = {
+        f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
+        "algorithm.": _unused_by_advantages(config, advantages),
+        "": _unused_by_roles(config),
     }
-    for prefix, rows in rooms.items():
+    for prefix, rows in reasons.items():
         for is_unread, keys, reason in rows:
             if is_unread:
                 yield from ((prefix + key, reason) for key in keys)
 
 
-def _unread_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[Unread]:
+def _unused_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[Unread]:
     actor, spec = config.actor_rollout_ref.actor, policy.spec
     own_clips = actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high)
     yield policy.loss == "reinforce", ("policy_loss.loss_mode",), f"{_CORRECTION}.loss_type=reinforce is the policy loss"
@@ -84,7 +84,7 @@ def _unread_by_the_loss(config: RunConfig, policy: PolicyPlan, advantages: Advan
     yield actor.optim.lr_warmup_steps >= 0, ("optim.lr_warmup_steps_ratio",), "lr_warmup_steps was given"
 
 
-def _unread_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
+def _unused_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Iterator[Unread]:
     algorithm, estimator = config.algorithm, f"the estimator {advantages.estimator} does not read it"
     yield not advantages.reads("gamma"), ("gamma",), estimator
     yield not advantages.reads("lam"), ("lam",), estimator
@@ -94,7 +94,7 @@ def _unread_by_advantages(config: RunConfig, advantages: AdvantagePlan) -> Itera
     yield is_fixed, ("kl_ctrl.target_kl", "kl_ctrl.horizon"), "kl_ctrl.type=fixed"
 
 
-def _unread_by_roles(config: RunConfig) -> Iterator[Unread]:
+def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
     has_adapters = config.actor_rollout_ref.model.lora_rank > 0
     yield not config.needs_critic, ("critic.*",), f"no critic: algorithm.adv_estimator={config.algorithm.adv_estimator}"
     yield not config.needs_reference, ("actor_rollout_ref.ref.*",), "nothing compares with the reference policy"

@@ -1,4 +1,4 @@
-"""What happens in a step, how often, and on how many rows."""
+"""The stages of a step, how often each runs, and on how many rows."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,13 +68,13 @@ class BatchArithmetic:
         return self.prompts * self.samples
 
     @property
-    def longest_row(self) -> int:
+    def longest_sequence(self) -> int:
         """Tokens."""
         return self.longest_prompt + self.longest_response
 
     @property
     def rows_per_engine(self) -> int:
-        """The largest share of an engine."""
+        """The largest number of rows for one engine."""
         return -(-self.rows // self.engines)
 
 
@@ -84,13 +84,13 @@ class Phase:
 
     name: str
     role: str
-    """Who computes: driver, engines, actor, critic or reference."""
+    """The role that computes: driver, engines, actor, critic or reference."""
     forward_rows: int = 0
     """Rows of a forward pass without gradient, per training step."""
     trained_rows: int = 0
     """Rows of a forward and backward pass, per training step; a row counts once for every epoch."""
     every: str = ""
-    """When it runs, where that is not every step."""
+    """When the stage runs; empty: every step."""
 
 
 def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
@@ -159,5 +159,5 @@ def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> It
 
 
 def _every(frequency: int, besides: str) -> str:
-    """When something happens that has a frequency in steps; 0: only ``besides``."""
+    """The words for a frequency in steps, plus ``besides``; 0: only ``besides``."""
     return f"every {frequency} steps, and {besides}" if frequency > 0 else besides

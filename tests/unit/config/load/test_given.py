@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load.command_line import parse
 from verl_rc.config.load.compose import Composer
-from verl_rc.config.load.given import combinations, given_tree, in_sentences, refuse_huge
+from verl_rc.config.load.given import combinations, error_sentences, given_tree, refuse_huge_numbers
 from verl_rc.config.load.overrides import Prepared, check_keys, prepare
 from verl_rc.config.run import RunConfig
 from verl_rc.config.sft import SftConfig
@@ -20,7 +20,7 @@ def prepared(*overrides: str, options: tuple[str, ...] = ()) -> Prepared:
     return prepare(RunConfig, Composer(parse(options), has_groups=True), overrides)
 
 
-def test_groups_and_keys_are_told_apart(tmp_path: Path) -> None:
+def test_groups_and_keys_are_distinguished(tmp_path: Path) -> None:
     found = prepared("trainer.seed=1", "task=digits", "+data.shuffle=False", "hydra.searchpath=[a]", "~trainer.nnodes", "~model")
     assert found.of_files == ["hydra.searchpath=[a]", "task=digits", "~model"]
     assert found.keys == ["++trainer.seed=1", "++data.shuffle=False", "~trainer.nnodes"]
@@ -140,7 +140,7 @@ def sentences(**sections: object) -> list[str]:
     given = {**GIVEN, **sections}
     with pytest.raises(ValidationError) as raised:
         RunConfig.model_validate(given)
-    return in_sentences(RunConfig, raised.value, given).splitlines()
+    return error_sentences(RunConfig, raised.value, given).splitlines()
 
 
 def test_each_finding_is_a_sentence() -> None:
@@ -162,6 +162,6 @@ def test_a_section_and_a_missing_key() -> None:
 
 
 def test_numbers_have_at_most_64_bits() -> None:
-    refuse_huge({"a": {"b": 2**62, "c": "x", "d": [2**99]}})
+    refuse_huge_numbers({"a": {"b": 2**62, "c": "x", "d": [2**99]}})
     with pytest.raises(ConfigError, match=r"a\.b must be a number of at most 63 bits, got 64; lower it"):
-        refuse_huge({"a": {"b": 2**63}})
+        refuse_huge_numbers({"a": {"b": 2**63}})

@@ -8,7 +8,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
-from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, is_verl_key, moved, settle, settle_leaf
+from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, is_verl_key, moved, translate_key, translate_tree
 from verl_rc.config.verl.refused import refusal_of
 
 KNOWN = set(known_keys(RunConfig))
@@ -54,37 +54,38 @@ def test_a_section_moves_with_its_leaves() -> None:
 def test_a_moved_value_stands_in_its_place() -> None:
     given = nested(**{"critic/fsdp/param_offload": True, "actor_rollout_ref/actor/grad_clip": 0.5})
     expected = nested(**{"critic/fsdp_config/param_offload": True, "actor_rollout_ref/actor/optim/clip_grad": 0.5})
-    assert settle(given).tree == expected
+    assert translate_tree(given).tree == expected
 
 
 def test_one_option_given_twice_must_say_the_same() -> None:
     both = {"actor_rollout_ref/actor/grad_clip": 0.5, "actor_rollout_ref/actor/optim/clip_grad": 0.5}
-    assert settle(nested(**both)).tree["actor_rollout_ref"]["actor"]["optim"]["clip_grad"] == 0.5
+    assert translate_tree(nested(**both)).tree["actor_rollout_ref"]["actor"]["optim"]["clip_grad"] == 0.5
     with pytest.raises(ConfigError, match="are one option"):
-        settle(nested(**{**both, "actor_rollout_ref/actor/optim/clip_grad": 1.0}))
+        translate_tree(nested(**{**both, "actor_rollout_ref/actor/optim/clip_grad": 1.0}))
 
 
 def test_an_accepted_default_leaves_nothing_behind() -> None:
-    assert settle(nested(**{"actor_rollout_ref/actor/ulysses_sequence_parallel_size": 1, "trainer/use_v1": True})).tree == {}
+    given = nested(**{"actor_rollout_ref/actor/ulysses_sequence_parallel_size": 1, "trainer/use_v1": True})
+    assert translate_tree(given).tree == {}
 
 
 @pytest.mark.parametrize(("value", "is_accepted"), [(False, True), (None, True), (True, False), (0, False), ("False", False)])
 def test_accepted_values_are_compared_with_their_type(value: Any, is_accepted: bool) -> None:
-    leaf = settle_leaf("actor_rollout_ref.model.use_fused_kernels", value, {})
+    leaf = translate_key("actor_rollout_ref.model.use_fused_kernels", value, {})
     assert (leaf.accepted, leaf.problem is None) == (is_accepted, is_accepted)
 
 
 @pytest.mark.parametrize(("switch", "is_refused"), [({}, False), ({"enable": False}, False), ({"enable": True}, True)])
 def test_details_matter_only_where_they_are_turned_on(switch: dict[str, bool], is_refused: bool) -> None:
     given = {f"actor_rollout_ref.actor.profiler.{name}": value for name, value in switch.items()}
-    leaf = settle_leaf("actor_rollout_ref.actor.profiler.ranks", [0], given)
+    leaf = translate_key("actor_rollout_ref.actor.profiler.ranks", [0], given)
     assert (leaf.problem is not None) == is_refused
 
 
 def test_the_switch_of_a_section_may_be_a_key_of_this_schema() -> None:
     name = "reward.reward_model.rollout.name"
-    assert settle_leaf(name, "vllm", {"reward.reward_model.enable": False}).accepted
-    assert settle_leaf(name, "vllm", {"reward.reward_model.enable": True}).problem is not None
+    assert translate_key(name, "vllm", {"reward.reward_model.enable": False}).accepted
+    assert translate_key(name, "vllm", {"reward.reward_model.enable": True}).problem is not None
 
 
 @pytest.mark.parametrize(
@@ -100,20 +101,20 @@ def test_the_switch_of_a_section_may_be_a_key_of_this_schema() -> None:
     ],
 )
 def test_values_by_their_names_in_verl(key: str, theirs: Any, ours: Any) -> None:
-    assert settle_leaf(key, theirs, {}).value == ours
+    assert translate_key(key, theirs, {}).value == ours
 
 
 def test_refusals_for_one_reason_are_one_message() -> None:
     sizes = {f"actor_rollout_ref/{role}/ulysses_sequence_parallel_size": 2 for role in ("actor", "ref")}
     with pytest.raises(ConfigError) as caught:
-        settle(nested(**sizes))
+        translate_tree(nested(**sizes))
     assert len(str(caught.value).splitlines()) == 1
     assert "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2 are refused" in str(caught.value)
 
 
 def test_the_message_of_a_renamed_key_can_be_pasted() -> None:
     with pytest.raises(ConfigError, match=r"write reward.custom_reward_function.path=x.py"):
-        settle(nested(**{"custom_reward_function/path": "x.py"}))
+        translate_tree(nested(**{"custom_reward_function/path": "x.py"}))
     found = refusal_of("custom_reward_function.path")
     assert found is not None
 

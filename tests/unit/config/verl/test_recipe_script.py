@@ -64,7 +64,7 @@ def test_a_script_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("argument", "expected"), [("some/a.sh", True), ("data.custom=b.sh", False), ("run.yaml", False)])
-def test_scripts_are_told_from_overrides(argument: str, expected: bool) -> None:
+def test_scripts_are_distinguished_from_overrides(argument: str, expected: bool) -> None:
     assert is_recipe_script(argument) is expected
 
 

@@ -15,7 +15,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import FALLBACKS, RunConfig
 from verl_rc.config.schema import known_keys
-from verl_rc.config.verl.keys import AGREEMENTS, is_verl_key, moved, settle, settle_leaf
+from verl_rc.config.verl.keys import AGREEMENTS, is_verl_key, moved, translate_key, translate_tree
 from verl_rc.config.verl.refused import REFUSED_VALUES, refusal_of
 from verl_rc.report.explain import plan_text
 
@@ -68,7 +68,7 @@ def test_every_key_of_verl_is_known_and_may_be_given_its_default(section: str) -
     for key, value in DEFAULTS.items():
         if key.split(".")[0] == section:
             assert is_verl_key(key) or any(f"{key}.".startswith(f"{known}.") for known in KNOWN), key
-            settle(nested(key, value))
+            translate_tree(nested(key, value))
 
 
 OUTSIDE_THE_SCHEMA = {
@@ -146,7 +146,7 @@ def test_defaults_are_verls() -> None:
     shared = {
         key: value for key, value in DEFAULTS.items() if moved(key) in KNOWN and key not in FOLLOWED_KEYS and value != "???"
     }
-    differing = {key for key, value in shared.items() if settle_leaf(key, value, {}).value != default_of(moved(key))}
+    differing = {key for key, value in shared.items() if translate_key(key, value, {}).value != default_of(moved(key))}
     assert len(shared) > 150
     assert differing - {"actor_rollout_ref.rollout.name"} == set(OTHER_DEFAULTS)
 

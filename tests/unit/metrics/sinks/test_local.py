@@ -198,7 +198,7 @@ def test_a_crash_in_the_middle_of_it_loses_no_line(tmp_path, monkeypatch):
     assert runs_by_step(tmp_path / "metrics.jsonl") == [(0, 1), (1, 1)]
 
 
-def test_a_full_disk_is_told_by_the_line_that_does_not_fit_and_by_nothing_later(tmp_path):
+def test_only_the_first_line_that_does_not_fit_reports_a_full_disk(tmp_path):
     sink = JsonlSink(tmp_path)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device") as caught:

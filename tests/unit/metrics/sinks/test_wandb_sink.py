@@ -9,7 +9,7 @@ import pytest
 from planned_runs import config_of
 
 from verl_rc.metrics.sinks import PreviousRun, open_tracker
-from verl_rc.metrics.sinks.wandb_sink import find_own_folders, join_bins, run_tags
+from verl_rc.metrics.sinks.wandb_sink import join_bins, run_tags, use_writable_folders
 
 wandb = pytest.importorskip("wandb")
 
@@ -134,7 +134,7 @@ def test_folders_that_wandb_cannot_write_to_are_replaced_by_some_in_the_run(tmp_
     home, run = tmp_path / ("home" if usable else "file"), tmp_path / "run"
     for variable, name in (("WANDB_CACHE_DIR", "cache"), ("WANDB_DATA_DIR", "data")):
         monkeypatch.setenv(variable, str(home / name))
-    find_own_folders(run)
+    use_writable_folders(run)
     found = {Path(wandb.env.get_cache_dir()), Path(wandb.env.get_data_dir())}
     own = {run / "wandb" / "wandb_cache_dir", run / "wandb" / "wandb_data_dir"}
     assert found == ({home / "cache", home / "data"} if usable else own)

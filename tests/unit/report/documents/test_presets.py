@@ -1,7 +1,7 @@
 """docs/presets.md says what the presets are."""
 
 from verl_rc.config.rollout_correction import PRESETS
-from verl_rc.report.documents.presets import fields_in_words, render
+from verl_rc.report.documents.presets import effective_overrides, render
 
 
 def test_every_preset_has_one_row():
@@ -10,8 +10,8 @@ def test_every_preset_has_one_row():
 
 
 def test_fields_are_those_that_decide_something():
-    assert fields_in_words("disabled") == "none"
-    assert fields_in_words("decoupled_k3_rs") == "`rollout_rs=seq_mean_k3 rollout_rs_threshold=0.01`"
-    assert fields_in_words("icepop") == "`rollout_is=token rollout_is_threshold=0.5_5.0`"
-    words = fields_in_words("bypass_pg_is").strip("`").split()
+    assert effective_overrides("disabled") == "none"
+    assert effective_overrides("decoupled_k3_rs") == "`rollout_rs=seq_mean_k3 rollout_rs_threshold=0.01`"
+    assert effective_overrides("icepop") == "`rollout_is=token rollout_is_threshold=0.5_5.0`"
+    words = effective_overrides("bypass_pg_is").strip("`").split()
     assert set(words) == {"rollout_is=sequence", "rollout_is_threshold=2.0", "bypass_mode=True", "loss_type=reinforce"}

@@ -8,7 +8,7 @@ from planned_runs import Given, config_of, outcome
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import known_keys
 from verl_rc.report.plan import Plan, plan_of
-from verl_rc.report.plan.options import InertOption
+from verl_rc.report.plan.options import UnusedOption
 
 ALGORITHM, ACTOR = "algorithm", "actor_rollout_ref.actor"
 CORRECTION = f"{ALGORITHM}.rollout_correction"
@@ -100,7 +100,7 @@ def others(config: RunConfig, given: Given, key: str) -> Iterator[RunConfig]:
             yield other
 
 
-def names_of(option: InertOption) -> set[str]:
+def names_of(option: UnusedOption) -> set[str]:
     """The keys of ``ALTERNATIVES`` that an option stands for."""
     if option.key.endswith(".*"):
         return {key for key in ALTERNATIVES if key.startswith(option.key[:-1])}
@@ -111,7 +111,7 @@ def names_of(option: InertOption) -> set[str]:
 def test_an_option_has_an_effect_or_is_listed(name: str) -> None:
     given = CASES[name]
     config = config_of(given)
-    listed = set().union(*map(names_of, plan_of(config).inert))
+    listed = set().union(*map(names_of, plan_of(config).unused))
     expected = outcome(config)
     for key in ALTERNATIVES:
         for other in others(config, given, key):
@@ -122,18 +122,18 @@ def test_an_option_has_an_effect_or_is_listed(name: str) -> None:
 def test_keys_exist_and_are_listed_once() -> None:
     known = set(known_keys(RunConfig))
     for given in CASES.values():
-        keys = [option.key for option in plan_of(config_of(given)).inert]
+        keys = [option.key for option in plan_of(config_of(given)).unused]
         assert len(keys) == len(set(keys))
         for key in keys:
             assert key in known or (key.endswith(".*") and any(leaf.startswith(key[:-1]) for leaf in known)), key
 
 
-def option(plan: Plan, key: str) -> InertOption:
-    (found,) = [option for option in plan.inert if option.key == key]
+def option(plan: Plan, key: str) -> UnusedOption:
+    (found,) = [option for option in plan.unused if option.key == key]
     return found
 
 
-def test_what_somebody_set_is_told_from_defaults() -> None:
+def test_options_that_were_set_are_distinguished_from_defaults() -> None:
     plan = plan_of(config_of({f"{ALGORITHM}.lam": 0.95, "critic.optim.lr": 1e-4}))
     assert option(plan, f"{ALGORITHM}.lam").is_changed
     assert option(plan, "critic.*").is_changed
@@ -142,7 +142,7 @@ def test_what_somebody_set_is_told_from_defaults() -> None:
     assert not option(plan_of(config_of({})), f"{ACTOR}.loss_scale_factor").is_changed
 
 
-def test_reported_options_are_told_from_unread_ones() -> None:
+def test_reported_options_are_distinguished_from_unused_ones() -> None:
     plan = plan_of(config_of({**BYPASS, **TOKEN_WEIGHTS}))
     assert option(plan, f"{CORRECTION}.rollout_is").metrics_only
     assert not option(plan, f"{ALGORITHM}.lam").metrics_only

@@ -39,7 +39,7 @@ def test_counts_worked_out_by_hand() -> None:
             }
         )
     ).sizes
-    assert (sizes.rows, sizes.rows_per_engine, sizes.longest_row) == (60, 20, 13)
+    assert (sizes.rows, sizes.rows_per_engine, sizes.longest_sequence) == (60, 20, 13)
     assert (sizes.actor.mini_batches_per_epoch, sizes.actor.optimizer_steps, sizes.actor.mini_batch_rows) == (3, 6, 20)
     assert sizes.actor.rows_per_rank == (6, 7)
     assert sizes.critic is not None
@@ -154,7 +154,7 @@ def test_adapters_need_no_reference_of_their_own() -> None:
     assert named(plan_of(config_of(adapters)))["ref"].role == "actor without its adapters"
 
 
-def test_a_warm_up_is_told() -> None:
+def test_a_warm_up_is_in_the_plan() -> None:
     phases = named(plan_of(config_of({**GAE, f"{TRAINER}.critic_warmup": 5})))
     assert phases["update_actor"].every == "from step 5"
     assert phases["update_critic"].every == ""

@@ -75,6 +75,6 @@ def score(tokenizer):
 
     def judge(path, index, response):
         dataset = PromptDataset([str(path)], tokenizer, PromptOptions(max_prompt_length=1024), RowChoice())
-        return reward(RewardSample.of(dataset[index], response)).score
+        return reward(RewardSample.from_row(dataset[index], response)).score
 
     return judge

@@ -1,4 +1,4 @@
-"""Timing candidates fairly: they take turns."""
+"""Timing candidates fairly: their calls alternate."""
 
 import ctypes
 import statistics
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 
 
-def seconds_in_turns(candidates: Sequence[Callable[[], object]], rounds: int, *, cold: bool = False) -> list[float]:
-    """Median wall clock of each; the first round warms up.
+def interleaved_seconds(candidates: Sequence[Callable[[], object]], rounds: int, *, cold: bool = False) -> list[float]:
+    """Median wall-clock seconds of each candidate; the first round is warm-up.
 
-    ``cold``: free memory goes back to the system before every call, as it has between two steps of a run; else a large
-    temporary finds the pages of the call before.
+    ``cold``: return free memory to the system before every call, as between two steps of a run; otherwise a large temporary
+    reuses the pages of the previous call.
     """
     seconds: list[list[float]] = [[] for _ in candidates]
     for round_number in range(rounds + 1):
