@@ -61,7 +61,7 @@ class _Command:
 
 
 @dataclass(frozen=True)
-class _Handed:
+class _Submitted:
     """A sample that was handed over."""
 
     sample: Sample
@@ -81,9 +81,9 @@ class StepLoop(Generic[S]):
         """Guards what both sides touch, and wakes whoever waits for a change of it: commands, boxes, the end."""
         self._commands: deque[_Command] = deque()
         self._end: BaseException | None = None
-        self._waiting: list[tuple[bool, int, int, _Handed]] = []
+        self._waiting: list[tuple[bool, int, int, _Submitted]] = []
         """A heap of samples handed over but not begun; in order: ahead of others or not, number, arrival."""
-        self._under_way: dict[str, _Handed] = {}
+        self._under_way: dict[str, _Submitted] = {}
         self._ahead_under_way = 0
         self._arrivals = count()
         self._holds: set[str] = set()
@@ -98,7 +98,7 @@ class StepLoop(Generic[S]):
 
         def add(_: S) -> None:
             for sample in samples:
-                heapq.heappush(self._waiting, (not sample.ahead, sample.number, next(self._arrivals), _Handed(sample, box)))
+                heapq.heappush(self._waiting, (not sample.ahead, sample.number, next(self._arrivals), _Submitted(sample, box)))
 
         self._post(add, when_empty=False)
 
@@ -161,10 +161,10 @@ class StepLoop(Generic[S]):
             sampler = build()
             while self._end is None:
                 if command := self._next_command():
-                    self._carry_out(command, sampler)
+                    self._run_command(command, sampler)
                 elif self._end is None:
                     self._begin_waiting(sampler)
-                    self._file(sampler.step())
+                    self._deliver(sampler.step())
         except BaseException as error:
             self._finish(error)  # whoever calls next raises it
             if not isinstance(error, Exception):
@@ -173,17 +173,17 @@ class StepLoop(Generic[S]):
     def _next_command(self) -> _Command | None:
         """The first in the queue if it may be carried out now, else None if there is something to sample; waits for either."""
         with self._changed:
-            self._changed.wait_for(lambda: self._may_obey() or self._may_step() or self._end is not None)
-            return self._commands.popleft() if self._may_obey() else None
+            self._changed.wait_for(lambda: self._may_run_command() or self._may_step() or self._end is not None)
+            return self._commands.popleft() if self._may_run_command() else None
 
-    def _may_obey(self) -> bool:
+    def _may_run_command(self) -> bool:
         # A call for an empty sampler does not wait for samples that are held: it may be the one that releases them.
         return bool(self._commands) and not (self._commands[0].when_empty and self._may_step())
 
     def _may_step(self) -> bool:
         return bool(self._under_way or self._waiting) and not self._holds
 
-    def _carry_out(self, command: _Command, sampler: S) -> None:
+    def _run_command(self, command: _Command, sampler: S) -> None:
         try:
             command.answer.set_result(command.action(sampler))
         except BaseException as error:
@@ -202,7 +202,7 @@ class StepLoop(Generic[S]):
             self._ahead_under_way += handed.sample.ahead
             sampler.begin(str(arrival), handed.sample)
 
-    def _file(self, ended: Sequence[tuple[str, Any]]) -> None:
+    def _deliver(self, ended: Sequence[tuple[str, Any]]) -> None:
         if not ended:
             return
         with self._changed:
