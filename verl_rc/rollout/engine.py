@@ -97,7 +97,7 @@ class RolloutEngine:
         """The device of each worker, named as trainer ranks name theirs."""
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_device"))
 
-    def run_empty(self) -> None:
+    def drain(self) -> None:
         """Wait until everything that was handed over before has ended; what comes later waits for the next whole update.
 
         For a sender that is not to wait in a broadcast meanwhile; ``begin_update`` and ``receive_weights`` do it too.
