@@ -35,7 +35,7 @@ class ReceiverAddress(WeightTransferInitInfo):
 
 
 @dataclass
-class ReceiveOrder(WeightTransferUpdateInfo):
+class ReceiveRequest(WeightTransferUpdateInfo):
     """A whole update to receive by broadcast, or one lent bucket to copy."""
 
     manifest: list[dict[str, Any]] = field(default_factory=list)
@@ -44,11 +44,11 @@ class ReceiveOrder(WeightTransferUpdateInfo):
     handle: BucketHandle | None = None
 
 
-class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
+class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     """Takes buckets by broadcast or out of lent memory, digests each tensor, and loads it by layerwise reload."""
 
     init_info_cls = ReceiverAddress
-    update_info_cls = ReceiveOrder
+    update_info_cls = ReceiveRequest
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """As vLLM builds every weight-transfer engine."""
@@ -79,13 +79,13 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one order. (The base class synchronises an accelerator, which a CPU does not have.)"""
+        """Receive one request. (The base class synchronises an accelerator, which a CPU does not have.)"""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: ReceiveOrder) -> None:
-        """Receive every bucket of the order and load it."""
+    def receive_weights(self, update_info: ReceiveRequest) -> None:
+        """Receive every bucket of the request and load it."""
         if update_info.handle is not None:
             self._load(update_info.handle.tensors, copy_bucket(update_info.handle, self.device))
             return
