@@ -111,8 +111,8 @@ def apply(
     context.check(train_log_probs.shape)
     with torch.no_grad():
         for chunk in row_chunks(response_mask):
-            ratio = LogRatio.from_log_probs(log_probs.of(chunk))
-            verdict = judge(ratio, settings, context.of(chunk).advantages)
+            ratio = LogRatio.from_log_probs(log_probs.take(chunk))
+            verdict = judge(ratio, settings, context.take(chunk).advantages)
             outputs.write(chunk, ratio, verdict, importance_weights(ratio, settings))
     return outputs.normalised_weights(statistics, settings), outputs.keep_mask()
 
@@ -128,7 +128,7 @@ def _correct(
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
     def correct_rows(chunk: RowChunk) -> tuple[Totals[Tensor], Tensor]:
-        ratio, facts = LogRatio.from_log_probs(log_probs.of(chunk)), context.of(chunk)
+        ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
         # Neither looks at the other: a rejected token keeps its weight, and all that is measured is before rejection.
         verdict, weights = judge(ratio, settings, facts.advantages), importance_weights(ratio, settings)
         if outputs is not None:

@@ -17,7 +17,7 @@ class RowChunk:
     width: int
     """Positions that are looked at; none of the rows has a response token behind them."""
 
-    def of(self, values: Tensor) -> Tensor:
+    def take(self, values: Tensor) -> Tensor:
         """These rows of ``[B]``, or of ``[B, T]`` these rows and positions."""
         return (values if values.ndim == 1 else values[:, : self.width]).index_select(0, self.rows)
 
@@ -73,9 +73,9 @@ class LogProbs:
         # The gap is often as small as the last digit of a log-prob in bfloat16.
         return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
 
-    def of(self, chunk: RowChunk) -> "LogProbs":
+    def take(self, chunk: RowChunk) -> "LogProbs":
         """Those of some rows."""
-        return LogProbs(chunk.of(self.train), chunk.of(self.rollout), chunk.of(self.response_mask))
+        return LogProbs(chunk.take(self.train), chunk.take(self.rollout), chunk.take(self.response_mask))
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class RowContext:
     scores: Tensor | None = None
     """``[B]``: outcome scores; above 0 is correct."""
 
-    def of(self, chunk: RowChunk) -> "RowContext":
+    def take(self, chunk: RowChunk) -> "RowContext":
         """The facts of some rows."""
         names = ("group_slots", "policy_versions", "advantages", "scores")
-        return replace(self, **{name: chunk.of(value) for name in names if (value := getattr(self, name)) is not None})
+        return replace(self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None})
 
     def ages(self, response_mask: Tensor) -> Tensor | None:
         """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``; None if unknown."""

@@ -82,7 +82,7 @@ def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response
     parts = []
     with torch.no_grad():
         for chunk in row_chunks(response_mask):
-            ratio = LogRatio.from_log_probs(log_probs.of(chunk))
+            ratio = LogRatio.from_log_probs(log_probs.take(chunk))
             log_train = ratio.train.double()
             train, rollout = log_train.exp() * ratio.ones, (log_train - ratio.values).exp_() * ratio.ones
             gap = (train - rollout).abs_()

@@ -26,9 +26,9 @@ def test_sizes(reach: list[int], width: int, sizes: list[tuple[int, int]], monke
         mask[row, last // 2 : last] = True
     chunks = row_chunks(mask)
     numbered = torch.arange(len(reach) * width).view(len(reach), width)
-    parts = [chunk.of(numbered) for chunk in chunks]
+    parts = [chunk.take(numbered) for chunk in chunks]
     assert [part.shape for part in parts] == sizes
-    rows = torch.cat([chunk.of(torch.arange(len(reach))) for chunk in chunks])
+    rows = torch.cat([chunk.take(torch.arange(len(reach))) for chunk in chunks])
     assert rows.tolist() == torch.cat([chunk.rows for chunk in chunks]).tolist()
     assert sorted(rows.tolist()) == list(range(len(reach)))
     copied = torch.zeros_like(numbered)
