@@ -26,7 +26,7 @@ def score_tokens(
     model: nn.Module, tokens: TokenBatch, options: ForwardOptions, with_entropy: bool, with_sum_pi_squared: bool = False
 ) -> TokenScores:
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one to its left."""
-    packed = PackedRows.of(tokens)
+    packed = PackedSequences.from_tokens(tokens)
     if options.remove_padding:
         logits = packed_logits(model, packed.token_ids, packed.lengths, keep=packed.predictors)
     else:
@@ -37,25 +37,25 @@ def score_tokens(
     if with_entropy:
         seen = logits if options.entropy_gradient else logits.detach()
         entropys = entropy_from_logits(seen, temperature=options.temperature)
-        entropys = packed.on_grid(entropys)
+        entropys = packed.to_grid(entropys)
     sum_pi_squared = None
     if with_sum_pi_squared:
-        sum_pi_squared = packed.on_grid(sum_pi_squared_from_logits(logits, temperature=options.temperature))
-    return TokenScores(packed.on_grid(log_probs), entropys, sum_pi_squared)
+        sum_pi_squared = packed.to_grid(sum_pi_squared_from_logits(logits, temperature=options.temperature))
+    return TokenScores(packed.to_grid(log_probs), entropys, sum_pi_squared)
 
 
 def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> Tensor:
     """The critic's value before each response token, float32 ``[B, R]``, read one position to its left; 0 on padding."""
-    packed = PackedRows.of(tokens)
+    packed = PackedSequences.from_tokens(tokens)
     if remove_padding:
         outputs = packed_logits(model, packed.token_ids, packed.lengths)[packed.predictors]
     else:
         outputs = _padded_outputs(model, packed)
-    return packed.on_grid(outputs[:, 0].float())
+    return packed.to_grid(outputs[:, 0].float())
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedSequences:
     """The real tokens of some rows, one row after the other, and where the response tokens are predicted."""
 
     token_ids: Tensor
@@ -68,7 +68,7 @@ class PackedRows:
     """bool ``[B, R]``: where those lie on the grid of responses."""
 
     @classmethod
-    def of(cls, tokens: TokenBatch) -> "PackedRows":
+    def from_tokens(cls, tokens: TokenBatch) -> "PackedSequences":
         """Pack left-padded prompts and right-padded responses."""
         is_prompt = positions_mask(tokens.prompt_lengths, tokens.prompts.shape[1]).flip(-1)
         is_response = positions_mask(tokens.response_lengths, tokens.responses.shape[1])
@@ -77,13 +77,13 @@ class PackedRows:
         response_token = torch.cat([torch.zeros_like(is_prompt), is_response], dim=-1)[real]
         return cls(token_ids, tokens.sequence_lengths, response_token.nonzero()[:, 0] - 1, is_response)
 
-    def on_grid(self, values: Tensor) -> Tensor:
+    def to_grid(self, values: Tensor) -> Tensor:
         """``values`` ``[K]`` at their places in ``[B, R]``, 0 elsewhere."""
         grid = torch.zeros(self.is_response.shape, dtype=values.dtype, device=values.device)
         return grid.masked_scatter(self.is_response, values)
 
 
-def _padded_outputs(model: nn.Module, packed: PackedRows) -> Tensor:
+def _padded_outputs(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Outputs ``[K, ...]`` that predict the response tokens, every row padded to the longest."""
     real = positions_mask(packed.lengths, int(packed.lengths.max()))
     padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=packed.token_ids.device)
