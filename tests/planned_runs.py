@@ -112,7 +112,7 @@ def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
     if algorithm.rollout_correction.bypass_mode:
         evaluations.old_log_probs = inputs.samples.rollouts.rollout_log_probs
-    return build_train_batch(inputs.samples, evaluations, algorithm, Control.of(algorithm))
+    return build_train_batch(inputs.samples, evaluations, algorithm, Control.from_config(algorithm))
 
 
 def loss_of(config: RunConfig, batch: TrainBatch, current: TokenScores, detach: bool = False) -> Tensor:

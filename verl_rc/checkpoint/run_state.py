@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from verl_rc import __version__
 from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.metrics.health import HealthHistory
-from verl_rc.ppo.control import MovedControl
+from verl_rc.ppo.control import ControlState
 from verl_rc.ppo.guards import RewardHistory
 
 FORMAT_VERSION = 2
@@ -54,7 +54,7 @@ class RunState:
     """Training steps done."""
     prompts: dict[str, Any] = field(default_factory=dict)
     """``state_dict`` of the prompt stream: where the next batch comes from."""
-    control: MovedControl = field(default_factory=MovedControl)
+    control: ControlState = field(default_factory=ControlState)
     """Weight of the KL penalty and rejection threshold, as far as the run moves them."""
     rollout_gap_limit: float | None = None
     """Largest mean gap that the rollouts of a step may have, nats; None: not calibrated yet."""

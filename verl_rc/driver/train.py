@@ -43,12 +43,12 @@ def train(services: Services, state: RunState) -> None:
         samples = sample_batch(services, state, prompts, epoch, record)
         evaluations = stages.evaluate(services, samples.rollouts, record)
         state.rollout_gap_limit = stages.judge_proximal_gap(services, state, samples.rollouts, evaluations, record)
-        control = Control.of(algorithm, state.control)
+        control = Control.from_config(algorithm, state.control)
         with record.stage("adv"):
             scored = build_train_batch(samples, evaluations, algorithm, control)
         stages.describe_batch(services, samples, evaluations, scored, control, record)
         control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics)
-        state.control = control.moved
+        state.control = control.state
         state.rewards = state.rewards.observed(samples.scores, trainer.alerts.reward_window)
         if guards.may_train(services, state.rewards, samples, scored, record, step):
             update(services, state, scored.batch, evaluations, record)
@@ -80,13 +80,13 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
     if step < config.trainer.critic_warmup:
         guards.book_withheld(batch, record)
         return
-    control = Control.of(config.algorithm, state.control)
+    control = Control.from_config(config.algorithm, state.control)
     report, norms = stages.update_actor(services, state, batch, control, record)
     state.skipped_updates = count_skipped_updates(state.skipped_updates, report.kept_tokens, correction.max_skipped_updates)
     state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", norms, limit)
     if report.correction is not None and report.gap is not None:  # bypass mode: the actor has corrected
         stages.describe_correction(services, report.correction, control, record)
-        state.control = control.after_correction(report.correction).moved
+        state.control = control.after_correction(report.correction).state
         state.rollout_gap_limit = stages.judge_gap(services, state, report.gap, record)
         guards.check_mismatch(services, record, step)
 

@@ -151,7 +151,7 @@ def train_on(
         evaluations.old_log_probs = rollouts.rollout_log_probs
     proximal = FINITE[1].old_log_probs
     try:
-        batch = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, Control.of(algorithm)).batch
+        batch = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, Control.from_config(algorithm)).batch
         noise = torch.randn(proximal.shape, generator=torch.Generator().manual_seed(5))
         log_probs = proximal + (0.0 if config.bypass_mode else 0.1) * noise
         batch, counts = corrected(batch, log_probs, config)
@@ -282,7 +282,7 @@ def test_a_target_acceptance_moves_the_next_steps_threshold(rule: str) -> None:
         fields: Fields = {"rollout_rs": rule, "rollout_rs_threshold": 1.3, "diagnostics": "full"}
         config = RolloutCorrectionConfig.model_validate({**fields, "rollout_rs_target_acceptance": target})
         algorithm = AlgorithmConfig(adv_estimator="grpo", rollout_correction=config)
-        control, (rollouts, evaluations, scores) = Control.of(algorithm), FINITE
+        control, (rollouts, evaluations, scores) = Control.from_config(algorithm), FINITE
         step = build_train_batch(Samples(rollouts, scores), evaluations, algorithm, control)
         assert step.correction is not None
         if control.threshold is not None:

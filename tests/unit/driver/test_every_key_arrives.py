@@ -65,7 +65,7 @@ def mini_batches(config: RunConfig, update: Callable[..., None], monkeypatch: py
     monkeypatch.setattr(stages, "critic_batch", lambda *_: SimpleNamespace(response_mask=None))
     monkeypatch.setattr(stages, "critic_metrics", lambda _: {})
     batch = SimpleNamespace(response_mask=None, loss_mask=None)
-    control = Control.of(config.algorithm)
+    control = Control.from_config(config.algorithm)
     arguments = (batch, SimpleNamespace(), 1) if update is stages.update_critic else (RunState(), batch, control)
     services = cast(Services, SimpleNamespace(config=config, critic=object()))
     with pytest.raises(InterruptedError):
@@ -170,9 +170,13 @@ OBJECTS: list[tuple[str, Callable[[RunConfig], Any], Any]] = [
     (f"{A}.policy_loss.kl_cov_ratio=0.1", lambda c: losses(c).kl_cov_ratio, 0.1),
     (f"{A}.policy_loss.ppo_kl_coef=0.2", lambda c: losses(c).ppo_kl_coef, 0.2),
     (f"{A}.policy_loss.loss_mode=dro {A}.policy_loss.dro_beta=0.3", lambda c: losses(c).dro_beta, 0.3),
-    ("algorithm.kl_ctrl.kl_coef=0.01", lambda c: Control.of(c.algorithm).kl.kl_coef, 0.01),
-    ("algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.2", lambda c: Control.of(c.algorithm).kl.target_kl, 0.2),
-    ("algorithm.kl_ctrl.horizon=500", lambda c: Control.of(c.algorithm).kl.horizon, 500),
+    ("algorithm.kl_ctrl.kl_coef=0.01", lambda c: Control.from_config(c.algorithm).kl.kl_coef, 0.01),
+    (
+        "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.2",
+        lambda c: Control.from_config(c.algorithm).kl.target_kl,
+        0.2,
+    ),
+    ("algorithm.kl_ctrl.horizon=500", lambda c: Control.from_config(c.algorithm).kl.horizon, 500),
     ("data.max_prompt_length=100", lambda c: PromptOptions.from_config(c.data).max_prompt_length, 100),
     ("data.truncation=left", lambda c: PromptOptions.from_config(c.data).truncation, "left"),
     ("data.filter_overlong_prompts=True", lambda c: PromptOptions.from_config(c.data).filter_overlong, True),

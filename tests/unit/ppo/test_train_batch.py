@@ -33,7 +33,7 @@ def algorithm(**correction: object) -> AlgorithmConfig:
 
 
 def run_step(rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: AlgorithmConfig) -> ScoredStep:
-    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, Control.of(config))
+    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, Control.from_config(config))
 
 
 def test_scores_lie_on_the_last_token_of_the_mask() -> None:
@@ -117,7 +117,7 @@ def estimated(
     name: str, samples: Samples, evaluations: PolicyEvaluations, **correction: object
 ) -> ScoredStep:
     config = algorithm(**correction).model_copy(update={"adv_estimator": name})
-    return build_train_batch(samples, evaluations, config, Control.of(config))
+    return build_train_batch(samples, evaluations, config, Control.from_config(config))
 
 
 def test_remax_subtracts_the_greedy_score() -> None:
