@@ -16,8 +16,8 @@ from verl_rc.metrics import Metric
 from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.host import usable_cores
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
 
 
 class ActorGroup(RankGroup):
@@ -37,11 +37,11 @@ class ActorGroup(RankGroup):
         return self.score_one("compute_reference_log_probs", tokens, limit)
 
     def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, order: UpdateOrder
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, request: UpdateRequest
     ) -> Timed[UpdateReport]:
-        """One optimizer step per mini-batch on all ranks; ``order`` says everything but which rows. One report for all ranks."""
+        """One optimizer step per mini-batch on all ranks; ``request`` says all but the rows. One report for all ranks."""
         parts = self.split(batch, mini_batches, limit)
-        answers = self.call_update([(rows, replace(order, mini_batches=own)) for rows, own in parts])
+        answers = self.call_update([(rows, replace(request, mini_batches=own)) for rows, own in parts])
         reports: list[UpdateReport] = answers.result
         whole = replace(reports[0], metrics=[metric for report in reports for metric in report.metrics])
         return Timed(whole, answers.busy_seconds)

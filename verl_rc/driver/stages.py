@@ -24,7 +24,7 @@ from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
+from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 
 
 def evaluate(services: Services, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
@@ -166,9 +166,9 @@ def update_actor(
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     limit = services.gap_limit.in_force(state.rollout_gap_limit) if correction.bypass_mode else None
-    order = UpdateOrder(control.correction(correction), policy_version=state.step, gap_limit=limit)
+    request = UpdateRequest(control.correction(correction), policy_version=state.step, gap_limit=limit)
     with record.stage("update_actor"):
-        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), order)
+        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), request)
     record.add_busy("update_actor", answer.busy_seconds)
     report = answer.result
     record.add_records(report.metrics)

@@ -112,8 +112,8 @@ class RolloutEngine:
         """Load one lent bucket; its lender may take the memory back when this returns."""
         self._update({"handle": handle})
 
-    def _update(self, order: dict[str, Any]) -> None:
-        self._loop.call(lambda sampler: sampler.llm.update_weights({"update_info": order}))
+    def _update(self, update_info: dict[str, Any]) -> None:
+        self._loop.call(lambda sampler: sampler.llm.update_weights({"update_info": update_info}))
 
     def finish_update(self, version: int) -> list[dict[str, Any]]:
         """Call what was loaded ``version`` and forget every cached prefix; returns a receipt per worker."""

@@ -21,12 +21,12 @@ from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
 from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
 
 _GIB = 1 << 30
@@ -99,27 +99,27 @@ class PolicyWorker(Learner):
         scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares)
         return [values for values in (scores.log_probs, scores.entropys, scores.sum_pi_squared) if values is not None]
 
-    def update(self, batch: TrainBatch, order: UpdateOrder) -> UpdateReport:
+    def update(self, batch: TrainBatch, request: UpdateRequest) -> UpdateReport:
         """One optimizer step per mini-batch.
 
         Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (bypass mode, where the current
         log-probs are the first that can be compared with the engine's).
         """
         bypass = self._correction.bypass_mode
-        correction = ActorCorrection(order.correction, self._mesh, order.policy_version) if bypass else None
-        totals, kept_tokens, gap = ObjectiveTotals("actor", len(order.mini_batches)), [], None
+        correction = ActorCorrection(request.correction, self._mesh, request.policy_version) if bypass else None
+        totals, kept_tokens, gap = ObjectiveTotals("actor", len(request.mini_batches)), [], None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
-            for share in order.mini_batches:
+            for share in request.mini_batches:
                 if share.num_loss_tokens == 0:
                     kept_tokens.append(0)
                     continue
                 kept = self.accumulate(batch, share, totals, correction)
                 if correction is not None and gap is None:
                     gap = correction.gap()
-                    if order.gap_limit is not None:
-                        gap.require_at_most(order.gap_limit, "this step's rollouts")
+                    if request.gap_limit is not None:
+                        gap.require_at_most(request.gap_limit, "this step's rollouts")
                 kept_tokens.append(kept)
                 if kept:
                     totals.add_grad_norm(self.model.step())
