@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from verl_rc.data.batches import Completions
 from verl_rc.rollout import engine_worker
-from verl_rc.rollout.leftovers import forget_shared_memory_names
+from verl_rc.rollout.process_cleanup import unlink_shared_memory
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Box, Sample, StepLoop
 from verl_rc.weight_sync import receiver
@@ -41,8 +41,8 @@ class VllmSampler:
             worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
             **options.arguments,
         )
-        self.llm.collective_rpc("forget_shared_memory_names")
-        forget_shared_memory_names()
+        self.llm.collective_rpc("unlink_shared_memory")
+        unlink_shared_memory()
         self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
     def begin(self, key: str, sample: Sample) -> None:

@@ -7,7 +7,7 @@ from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWis
 from vllm.platforms import PlatformEnum
 
 from verl_rc.rollout.fp8_products import WAYS, measured_fp8_products
-from verl_rc.rollout.leftovers import end_with_parent, forget_shared_memory_names
+from verl_rc.rollout.process_cleanup import die_with_parent, unlink_shared_memory
 from verl_rc.weight_sync.receiver import ReceiptExtension
 
 
@@ -28,9 +28,9 @@ class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
 class EngineWorkerExtension(ReceiptExtension):
     """Methods that ``collective_rpc`` finds in every worker."""
 
-    def forget_shared_memory_names(self) -> None:
+    def unlink_shared_memory(self) -> None:
         """See the function of that name."""
-        forget_shared_memory_names()
+        unlink_shared_memory()
 
     def fp8_products(self) -> str | None:
         """How this worker computes fp8 products; None where none was measured, because no layer asked for it."""
@@ -39,4 +39,4 @@ class EngineWorkerExtension(ReceiptExtension):
 
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
 kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
-end_with_parent()
+die_with_parent()

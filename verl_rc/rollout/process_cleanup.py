@@ -12,7 +12,7 @@ _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:psm_|vllm_dist_)\S+)$", re.MULTILINE)
 """Names that Python's ``SharedMemory`` and vLLM give to memory that the processes of an engine share."""
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when the one that started it dies; does nothing unless ``multiprocessing`` started it.
 
     The workers of an engine with tensor parallelism are its children. vLLM asks them to leave when their parent is gone, which
@@ -26,7 +26,7 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forget_shared_memory_names() -> None:
+def unlink_shared_memory() -> None:
     """Remove the names of the shared memory that this process has mapped: it then lasts as long as somebody maps it.
 
     To be called once all processes that share it have it, for nobody finds it after that. A process that is killed cannot remove
