@@ -6,7 +6,7 @@ from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.platforms import PlatformEnum
 
-from verl_rc.rollout.fp8_products import WAYS, measured_fp8_products
+from verl_rc.rollout.fp8_products import IMPLEMENTATIONS, time_fp8_products
 from verl_rc.rollout.process_cleanup import die_with_parent, unlink_shared_memory
 from verl_rc.weight_sync.receiver import ReceiptExtension
 
@@ -17,11 +17,11 @@ class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Raises ``SlowFp8Error``."""
         super().__init__(*arguments, **options)
-        self._way = WAYS[measured_fp8_products().way]
+        self._implementation = IMPLEMENTATIONS[time_fp8_products().implementation]
 
     def apply_scaled_mm(self, **arguments: Any) -> Tensor:
         """What vLLM computes."""
-        with self._way():
+        with self._implementation():
             return super().apply_scaled_mm(**arguments)
 
 
@@ -34,7 +34,7 @@ class EngineWorkerExtension(ReceiptExtension):
 
     def fp8_products(self) -> str | None:
         """How this worker computes fp8 products; None where none was measured, because no layer asked for it."""
-        return measured_fp8_products().describe() if measured_fp8_products.cache_info().currsize else None
+        return time_fp8_products().describe() if time_fp8_products.cache_info().currsize else None
 
 
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]

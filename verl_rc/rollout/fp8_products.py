@@ -25,7 +25,7 @@ _ROWS, _INNER, _COLUMNS = 128, 128, 256
 _REPETITIONS = 20
 _ENOUGH_SECONDS = 1.0
 
-WAYS: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
+IMPLEMENTATIONS: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "PyTorch's choice": nullcontext,
     "PyTorch's emulation": partial(torch.backends.mkldnn.flags, enabled=False),
 }
@@ -40,16 +40,16 @@ class SlowFp8Error(ValueError):
 
 
 @dataclass(frozen=True)
-class Fp8Products:
+class Fp8Timings:
     """Milliseconds of one small product, by the way of computing it."""
 
     bf16: float
     """The same product of bf16 matrices."""
     fp8: Mapping[str, float]
-    """By names of ``WAYS``; infinite where the CPU cannot do it that way."""
+    """By names of ``IMPLEMENTATIONS``; infinite where the CPU cannot do it that way."""
 
     @property
-    def way(self) -> str:
+    def implementation(self) -> str:
         """The way to take. Raises ``SlowFp8Error`` when none is fast enough."""
         fastest = min(self.fp8.values())
         if fastest > SLOWEST_RATIO * self.bf16:
@@ -58,7 +58,7 @@ class Fp8Products:
 
     def describe(self) -> str:
         """The way taken and what was measured, for people."""
-        return f"{self.way} ({self.times()})"
+        return f"{self.implementation} ({self.times()})"
 
     def times(self) -> str:
         """What was measured, for people."""
@@ -69,7 +69,7 @@ class Fp8Products:
 
 
 @cache
-def measured_fp8_products() -> Fp8Products:
+def time_fp8_products() -> Fp8Timings:
     """What this process measured, with its threads, when it first asked."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(_ROWS, _INNER, generator=generator, dtype=torch.float32)
@@ -78,10 +78,10 @@ def measured_fp8_products() -> Fp8Products:
     bf16 = _milliseconds(lambda: left_bf16 @ right_bf16.t())
     left_fp8, right_fp8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
     times = {}
-    for way, context in WAYS.items():
+    for way, context in IMPLEMENTATIONS.items():
         with context():
             times[way] = _milliseconds(lambda: _product(left_fp8, right_fp8))
-    return Fp8Products(bf16, times)
+    return Fp8Timings(bf16, times)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
