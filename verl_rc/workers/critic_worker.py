@@ -13,7 +13,7 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, value_objective
 from verl_rc.workers.forward import score_values
 from verl_rc.workers.language_model import load_value_model, torch_dtype
-from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
+from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
 from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
 
 
@@ -40,7 +40,7 @@ class CriticWorker(Learner):
         """Values ``[B, R]`` before the given rows' response tokens, without gradient."""
         with self.model.in_use() as module:
             module.eval()
-            return score_rows(tokens, micro_batches, lambda part: [self._values(part)], self._device)
+            return score_sequences(tokens, micro_batches, lambda part: [self._values(part)], self._device)
 
     def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatchShare]) -> list[Metric]:
         """One optimizer step per mini-batch; returns the critic's metrics, to be reduced over ranks."""
@@ -63,11 +63,11 @@ class CriticWorker(Learner):
             loss_scale_factor=self._loss_scale_factor,
         )
 
-        def objective_of(rows: Sequence[int]) -> Objective:
-            part = take_rows(batch, rows, self._device)
+        def compute_objective(rows: Sequence[int]) -> Objective:
+            part = select_sequences(batch, rows, self._device)
             return value_objective(self._values(part.tokens), part, self._config, aggregation)
 
-        accumulate_gradients(self.model, share.micro_batches, objective_of, self._address.world_size, totals)
+        accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
 
     def _values(self, tokens: TokenBatch) -> Tensor:
         return score_values(self.model.module, tokens, bool(self._config.model.use_remove_padding))

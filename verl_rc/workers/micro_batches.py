@@ -59,7 +59,7 @@ Batch = TypeVar("Batch", TrainBatch, CriticBatch)
 MicroBatches = Sequence[Sequence[int]]
 
 
-def score_rows(
+def score_sequences(
     tokens: TokenBatch, micro_batches: MicroBatches, score: Callable[[TokenBatch], Sequence[Tensor]], device: torch.device
 ) -> list[Tensor]:
     """What ``score`` says about each row's response tokens, float32 ``[B, R]`` each, on the CPU, without gradient.
@@ -77,7 +77,7 @@ def score_rows(
     return results
 
 
-def take_rows(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
+def select_sequences(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
     """Some rows of a batch on the device; for an empty micro-batch row 0 with nothing in its masks."""
     part = on_device(batch[list(rows) or [0]], device)
     if not rows:
@@ -90,7 +90,7 @@ def take_rows(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
 def accumulate_gradients(
     model: ShardedModel,
     micro_batches: MicroBatches,
-    objective_of: Callable[[Sequence[int]], Objective],
+    compute_objective: Callable[[Sequence[int]], Objective],
     world_size: int,
     totals: ObjectiveTotals,
 ) -> None:
@@ -100,7 +100,7 @@ def accumulate_gradients(
     """
     for index, rows in enumerate(micro_batches):
         model.set_gradient_sync(index == len(micro_batches) - 1)
-        objective = objective_of(rows)
+        objective = compute_objective(rows)
         (objective.loss * world_size).backward()
         totals.add(objective)
 

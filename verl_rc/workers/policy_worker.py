@@ -26,7 +26,7 @@ from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
-from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
+from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
 from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
 
 _GIB = 1 << 30
@@ -83,13 +83,13 @@ class PolicyWorker(Learner):
         as a third where the estimator needs them."""
         with self.model.in_use() as module:
             module.eval()
-            return score_rows(tokens, micro_batches, self._scores, self._device)
+            return score_sequences(tokens, micro_batches, self._scores, self._device)
 
     def compute_reference_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs ``[B, R]`` of the model without its LoRA adapters, without gradient."""
         with self.model.in_use() as module, adapters_off(module):
             module.eval()
-            return score_rows(tokens, micro_batches, self._log_probs, self._device)
+            return score_sequences(tokens, micro_batches, self._log_probs, self._device)
 
     def _log_probs(self, tokens: TokenBatch) -> list[Tensor]:
         return [score_tokens(self.model.module, tokens, self._forward, with_entropy=False).log_probs]
@@ -155,14 +155,14 @@ class PolicyWorker(Learner):
             loss_scale_factor=self._actor.loss_scale_factor,
         )
 
-        def objective_of(rows: Sequence[int]) -> Objective:
-            part = take_rows(batch, rows, self._device)
+        def compute_objective(rows: Sequence[int]) -> Objective:
+            part = select_sequences(batch, rows, self._device)
             current = self.score(part)
             if correction is not None:
                 part = correction.correct(part, current.log_probs)
             return policy_objective(current, part, self._actor, self._correction, aggregation, covariance)
 
-        accumulate_gradients(self.model, share.micro_batches, objective_of, self._address.world_size, totals)
+        accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
         return share.num_loss_tokens if correction is None else correction.finish()
 
     def score(self, part: TrainBatch) -> TokenScores:
@@ -189,7 +189,7 @@ class PolicyWorker(Learner):
         return statistics
 
     def _current(self, batch: TrainBatch, rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
-        part = take_rows(batch, rows, self._device)
+        part = select_sequences(batch, rows, self._device)
         with torch.no_grad():
             return part, self.score(part).log_probs
 
