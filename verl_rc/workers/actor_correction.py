@@ -33,7 +33,7 @@ class ActorCorrection:
         self.statistics_seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
 
-    def look_ahead(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
+    def measure_mini_batch(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
         """Where the loss depends on the whole mini-batch: a pass without gradient. Returns what the loss is divided by, or None
         where the counts are known without it. Collective."""
         self._seen = self._whole = None

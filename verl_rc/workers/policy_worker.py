@@ -144,7 +144,7 @@ class PolicyWorker(Learner):
         """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
         num_tokens, num_sequences = share.num_tokens, share.num_sequences
         if correction is not None:
-            kept = correction.look_ahead(share.micro_batches, lambda rows: self._current(batch, rows))
+            kept = correction.measure_mini_batch(share.micro_batches, lambda rows: self._current(batch, rows))
             if kept is not None:
                 num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
         covariance = self._covariance(batch, share, correction)
