@@ -61,11 +61,11 @@ class ActorGroup(RankGroup):
 
     def device_keys(self) -> list[str]:
         """The device of each rank, as engine workers name theirs."""
-        return [key for key, _ in wait_for_all([rank.call("describe_lending") for rank in self._ranks])]
+        return [key for key, _ in wait_for_all([rank.call("describe_buckets") for rank in self._ranks])]
 
     def num_buckets(self) -> int:
         """In how many buckets a weight update comes."""
-        return int(wait_for_all([self._ranks[0].call("describe_lending")])[0][1])
+        return int(wait_for_all([self._ranks[0].call("describe_buckets")])[0][1])
 
     def offer_bucket(self, index: int, offers: Sequence[bool]) -> list[Pending]:
         """Gather one bucket on all ranks and lend it where ``offers`` says so; each answer is a handle."""

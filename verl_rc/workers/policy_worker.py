@@ -67,7 +67,7 @@ class PolicyWorker(Learner):
             model_config.use_remove_padding,
             entropy_gradient=self._actor.entropy_coeff != 0,
         )
-        self._lending = ExitStack()
+        self._weights_in_use = ExitStack()
         self._statistics_seconds = 0.0
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
@@ -144,7 +144,7 @@ class PolicyWorker(Learner):
         """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
         num_tokens, num_sequences = share.num_tokens, share.num_sequences
         if correction is not None:
-            kept = correction.measure_mini_batch(share.micro_batches, lambda rows: self._current(batch, rows))
+            kept = correction.measure_mini_batch(share.micro_batches, lambda rows: self._current_log_probs(batch, rows))
             if kept is not None:
                 num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
         covariance = self._covariance(batch, share, correction)
@@ -180,7 +180,7 @@ class PolicyWorker(Learner):
         started = time.perf_counter()
         seen = []
         for rows in share.micro_batches:
-            part, log_probs = self._current(batch, rows)
+            part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
             seen.append(covariance_inputs(corrected, log_probs, self._actor))
         over_ranks, from_ranks = partial(all_reduce_sum, mesh=self._mesh), partial(all_gather_vector, mesh=self._mesh)
@@ -188,7 +188,7 @@ class PolicyWorker(Learner):
         self._statistics_seconds += time.perf_counter() - started
         return statistics
 
-    def _current(self, batch: TrainBatch, rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
+    def _current_log_probs(self, batch: TrainBatch, rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
         part = select_sequences(batch, rows, self._device)
         with torch.no_grad():
             return part, self.score(part).log_probs
@@ -206,7 +206,7 @@ class PolicyWorker(Learner):
         with self.model.in_use():
             return self._sender.send()
 
-    def describe_lending(self) -> tuple[str, int]:
+    def describe_buckets(self) -> tuple[str, int]:
         """The device this rank can lend memory of, and in how many buckets an update comes."""
         return self._sender.device_key(), self._sender.num_buckets
 
@@ -216,10 +216,10 @@ class PolicyWorker(Learner):
         The weights stay on the device until ``release_bucket``.
         """
         if index == 0:
-            self._lending.enter_context(self.model.in_use())
+            self._weights_in_use.enter_context(self.model.in_use())
         return self._sender.offer(index, share)
 
     def release_bucket(self) -> SendReceipt:
         """Take the last bucket back, which ends the update."""
-        self._lending.close()
+        self._weights_in_use.close()
         return self._sender.release()
