@@ -14,7 +14,7 @@ from verl_rc.ppo.objective import Objective, value_objective
 from verl_rc.workers.forward import score_values
 from verl_rc.workers.language_model import load_value_model, torch_dtype
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
-from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
+from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
 
 
 class CriticWorker(Learner):
@@ -32,7 +32,7 @@ class CriticWorker(Learner):
             bool(model.enable_gradient_checkpointing),
             bool(model.trust_remote_code),
         )
-        learning = Learning(self._config.optim, total_steps, bool(self._config.checkpoint.async_save))
+        learning = LearningOptions(self._config.optim, total_steps, bool(self._config.checkpoint.async_save))
         self.model = ShardedModel(module, mesh, self._config.fsdp_config, learning)
         self._loss_scale_factor = float(config.data.max_response_length)
 

@@ -27,7 +27,7 @@ from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
-from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
+from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
 
 _GIB = 1 << 30
 
@@ -60,7 +60,7 @@ class PolicyWorker(Learner):
             model_config.enable_gradient_checkpointing,
             model_config.trust_remote_code,
         )
-        learning = Learning(self._actor.optim, total_steps, self._actor.checkpoint.async_save)
+        learning = LearningOptions(self._actor.optim, total_steps, self._actor.checkpoint.async_save)
         self.model = ShardedModel(add_adapters(module, model_config), self._mesh, fsdp, learning)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,

@@ -53,7 +53,7 @@ def build_scheduler(optimizer: AdamW, config: OptimConfig, total_steps: int) -> 
 
 
 @dataclass(frozen=True)
-class Learning:
+class LearningOptions:
     """How a model learns."""
 
     optim: OptimConfig
@@ -66,7 +66,7 @@ class Learning:
 class ShardedModel:
     """Fp32 master weights in FSDP2 shards. What acts on the weights runs inside ``in_use``."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: Learning | None) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: LearningOptions | None) -> None:
         """Shard ``module`` over ``mesh``; without ``learning`` it is frozen."""
         self._device = torch.device(mesh.device_type)
         self._fsdp = fsdp
@@ -86,7 +86,7 @@ class ShardedModel:
             self._scheduler = build_scheduler(self.optimizer, learning.optim, learning.total_steps)
             self._clip_grad = learning.optim.clip_grad
             self._writer = BackgroundWriter(self._device.type == "cuda") if learning.async_save else None
-        self._rest()
+        self._offload()
 
     @contextmanager
     def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
@@ -99,7 +99,7 @@ class ShardedModel:
         try:
             yield self.module
         finally:
-            self._rest()
+            self._offload()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the next backward meets the other ranks' gradients."""
@@ -150,7 +150,7 @@ class ShardedModel:
         assert self._scheduler is not None
         resume_schedule(self._scheduler, extra["schedule"])
 
-    def _rest(self) -> None:
+    def _offload(self) -> None:
         if self._device.type == "cpu":
             return
         if self._fsdp.param_offload:
