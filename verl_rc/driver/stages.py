@@ -80,8 +80,8 @@ def judge_gap(services: Services, state: RunState, gap: LogProbGap, record: Step
 
     Raises ``SyncProofError`` when the engine cannot have held the trainer's weights.
     """
-    limit = services.gap_limit.in_force(state.rollout_gap_limit)
-    calibrated = services.gap_limit.after(gap, state.rollout_gap_limit, "this step's rollouts")
+    limit = services.gap_limit.limit(state.rollout_gap_limit)
+    calibrated = services.gap_limit.calibrate(gap, state.rollout_gap_limit, "this step's rollouts")
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit})
     return calibrated
 
@@ -165,7 +165,7 @@ def update_actor(
         denominator=correction.rejection_denominator,
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
-    limit = services.gap_limit.in_force(state.rollout_gap_limit) if correction.bypass_mode else None
+    limit = services.gap_limit.limit(state.rollout_gap_limit) if correction.bypass_mode else None
     request = UpdateRequest(control.correction(correction), policy_version=state.step, gap_limit=limit)
     with record.stage("update_actor"):
         answer = services.actor.update(batch, mini_batches, actor_limit(services.config), request)

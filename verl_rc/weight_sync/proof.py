@@ -97,16 +97,16 @@ class GapLimit:
         """``precision``: a key of the table of plausible gaps."""
         return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed)
 
-    def in_force(self, calibrated: float | None) -> float:
+    def limit(self, calibrated: float | None) -> float:
         """The mean gap above which a step is refused, nats; ``calibrated`` is None before the first gap."""
         return self.fixed or calibrated or self.plausible
 
-    def after(self, gap: LogProbGap, calibrated: float | None, where: str) -> float:
+    def calibrate(self, gap: LogProbGap, calibrated: float | None, where: str) -> float:
         """The calibrated limit once ``gap`` was seen; belongs in a checkpoint. Only the first gap decides it.
 
         Raises ``SyncProofError`` when ``gap`` is above the limit in force; ``where`` says whose gap it is.
         """
-        gap.require_at_most(self.in_force(calibrated), where)
+        gap.require_at_most(self.limit(calibrated), where)
         if calibrated is not None:
             return calibrated
         return min(self.plausible, max(_FACTOR_OVER_FIRST * gap.mean, self.plausible / 4))
