@@ -131,7 +131,7 @@ class WeightSender:
             self._help_to_gather(bucket)
             return BucketHandle(tuple(bucket), {})
         self._lent = share_bucket(bucket, self._wire_tensors(bucket), self._device)
-        return BucketHandle(tuple(bucket), {self.device_key(): self._lent.place()})
+        return BucketHandle(tuple(bucket), {self.device_key(): self._lent.export()})
 
     def release(self) -> SendReceipt:
         """Take the last bucket back, be the update complete or broken off; the receipt counts what was offered."""

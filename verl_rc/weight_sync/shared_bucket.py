@@ -24,14 +24,14 @@ _DEVICE_ARGUMENT = 6
 
 
 @dataclass(frozen=True)
-class HostPlace:
+class SharedMemoryHandle:
     """A bucket in shared host memory."""
 
     path: str
 
 
 @dataclass(frozen=True)
-class CudaPlace:
+class CudaIpcHandle:
     """A bucket in a GPU's memory, exported by CUDA IPC."""
 
     rebuild_arguments: tuple[Any, ...]
@@ -44,7 +44,7 @@ class BucketHandle:
 
     tensors: tuple[TensorSpec, ...]
     """The bucket's tensors in order; they lie end to end and share one dtype."""
-    places: Mapping[str, HostPlace | CudaPlace]
+    by_device: Mapping[str, SharedMemoryHandle | CudaIpcHandle]
     """By the key of the device, see ``device_key``."""
 
     @property
@@ -55,17 +55,17 @@ class BucketHandle:
     @classmethod
     def merged(cls, handles: "Sequence[BucketHandle]") -> "BucketHandle":
         """What all trainer ranks offer of one bucket, as one handle."""
-        places = {key: place for handle in handles for key, place in handle.places.items()}
-        return cls(handles[0].tensors, places)
+        by_device = {key: exported for handle in handles for key, exported in handle.by_device.items()}
+        return cls(handles[0].tensors, by_device)
 
 
 class SharedBucket(Protocol):
     """The lending end: memory from allocation to release."""
 
     flat: Tensor
-    """``[num_elements]``, to be filled before ``place`` is given away."""
+    """``[num_elements]``, to be filled before ``export`` is given away."""
 
-    def place(self) -> HostPlace | CudaPlace:
+    def export(self) -> SharedMemoryHandle | CudaIpcHandle:
         """How the other process finds the memory."""
 
     def release(self) -> None:
@@ -95,9 +95,9 @@ class HostBucket:
         num_elements = sum(spec.num_elements for spec in tensors)
         self.flat = torch.frombuffer(self._segment.buf, dtype=tensors[0].torch_dtype, count=num_elements)
 
-    def place(self) -> HostPlace:
+    def export(self) -> SharedMemoryHandle:
         """The segment's path."""
-        return HostPlace(str(self._path))
+        return SharedMemoryHandle(str(self._path))
 
     def release(self) -> None:
         """Unmap and unlink the segment."""
@@ -122,11 +122,11 @@ class CudaBucket:
         num_elements = sum(spec.num_elements for spec in tensors)
         self.flat = torch.empty(num_elements, dtype=tensors[0].torch_dtype, device=device)
 
-    def place(self) -> CudaPlace:
+    def export(self) -> CudaIpcHandle:
         """A fresh export, once everything written has arrived in memory."""
         torch.cuda.synchronize(self.flat.device)
         _, arguments = reduce_tensor(self.flat)
-        return CudaPlace(arguments)
+        return CudaIpcHandle(arguments)
 
     def release(self) -> None:
         """Free the memory, and what earlier exports still held."""
@@ -154,19 +154,19 @@ def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
     Raises ``ValueError`` when nobody offers the bucket on ``device``, ``RuntimeError`` when the memory is gone.
     """
     key = device_key(device)
-    if key not in handle.places:
+    if key not in handle.by_device:
         raise ValueError(
             f"a bucket of weights must be offered on the engine's own device {key}, it is offered on "
-            f"{sorted(handle.places) or 'none'}. Set actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when "
+            f"{sorted(handle.by_device) or 'none'}. Set actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when "
             "engines and trainer do not share their devices."
         )
-    place = handle.places[key]
-    if isinstance(place, HostPlace):
+    exported = handle.by_device[key]
+    if isinstance(exported, SharedMemoryHandle):
         # A private mapping: read-only for the lender's memory, and unknown to the resource tracker of this process,
         # which would remove the segment under the lender's feet.
         dtype = handle.tensors[0].torch_dtype
-        return torch.from_file(place.path, shared=False, size=handle.num_elements, dtype=dtype).clone()
-    arguments = list(place.rebuild_arguments)
+        return torch.from_file(exported.path, shared=False, size=handle.num_elements, dtype=dtype).clone()
+    arguments = list(exported.rebuild_arguments)
     arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device() if device.index is None else device.index
     lent = rebuild_cuda_tensor(*arguments)
     copied: Tensor = lent.clone()
