@@ -97,7 +97,7 @@ class WeightSender:
         broken = None
         for bucket in self.manifest.buckets(self._bucket_bytes):
             if self._group is None:
-                self._help_to_gather(bucket)
+                self._gather_only(bucket)
                 continue
             wire = torch.cat(list(self._wire_tensors(bucket)))
             try:
@@ -125,17 +125,17 @@ class WeightSender:
         """
         if index == 0:
             self._digests = {}
-        self._take_back()
+        self._release_bucket()
         bucket = self._buckets()[index]
         if not share:
-            self._help_to_gather(bucket)
+            self._gather_only(bucket)
             return BucketHandle(tuple(bucket), {})
         self._lent = share_bucket(bucket, self._wire_tensors(bucket), self._device)
         return BucketHandle(tuple(bucket), {self.device_key(): self._lent.export()})
 
     def release(self) -> SendReceipt:
         """Take the last bucket back, be the update complete or broken off; the receipt counts what was offered."""
-        self._take_back()
+        self._release_bucket()
         if self._device.type != "cpu":
             # The engine that wakes up next to this process needs the room.
             torch.cuda.empty_cache()
@@ -148,12 +148,12 @@ class WeightSender:
     def _buckets(self) -> list[list[TensorSpec]]:
         return list(self.manifest.buckets(self._bucket_bytes))
 
-    def _take_back(self) -> None:
+    def _release_bucket(self) -> None:
         if self._lent is not None:
             self._lent.release()
             self._lent = None
 
-    def _help_to_gather(self, bucket: list[TensorSpec]) -> None:
+    def _gather_only(self, bucket: list[TensorSpec]) -> None:
         for _ in self._wire_tensors(bucket):
             pass
 
