@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.linalg import vecdot
 
 from verl_rc.correction.log_ratio import LogRatio, row_sum
-from verl_rc.correction.rejection import Verdict
+from verl_rc.correction.rejection import Rejection
 from verl_rc.correction.totals import AgeTotals, Gap, Mean
 from verl_rc.correction.weights import Weights, sums_of_tokens
 
@@ -17,9 +17,9 @@ NUM_AGES = 5
 """Ages are told apart up to the last of these, which stands for all older tokens too."""
 
 
-def totals_by_age(ratio: LogRatio, ages: Tensor, verdict: Verdict, weights: Weights | None) -> tuple[AgeTotals[Tensor], ...]:
+def totals_by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weights | None) -> tuple[AgeTotals[Tensor], ...]:
     """What every row adds by age; ``ages`` int64 ``[b, t]`` are updates since the weights that sampled each token."""
-    keep = ratio.response * (verdict.keep_tokens & verdict.keep_rows[:, None])
+    keep = ratio.response * (rejection.keep_tokens & rejection.keep_rows[:, None])
     found: list[AgeTotals[Tensor]] = []
     for here in buckets(ages, NUM_AGES):
         # Rejected of response tokens, the rest of valid tokens: one without a finite log-prob has no gap and no weight.

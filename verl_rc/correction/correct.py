@@ -9,7 +9,7 @@ from torch import Tensor
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.rejection import Verdict, judge
+from verl_rc.correction.rejection import Rejection, find_rejected
 from verl_rc.correction.rows import LogProbs, RowChunk, RowContext, newest_version, row_chunks
 from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, row_totals
 from verl_rc.correction.totals import Totals, map_totals
@@ -112,8 +112,8 @@ def apply(
     with torch.no_grad():
         for chunk in row_chunks(response_mask):
             ratio = LogRatio.from_log_probs(log_probs.take(chunk))
-            verdict = judge(ratio, settings, context.take(chunk).advantages)
-            outputs.write(chunk, ratio, verdict, importance_weights(ratio, settings))
+            rejection = find_rejected(ratio, settings, context.take(chunk).advantages)
+            outputs.write(chunk, ratio, rejection, importance_weights(ratio, settings))
     return outputs.normalised_weights(statistics, settings), outputs.keep_mask()
 
 
@@ -130,11 +130,11 @@ def _correct(
     def correct_rows(chunk: RowChunk) -> tuple[Totals[Tensor], Tensor]:
         ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
         # Neither looks at the other: a rejected token keeps its weight, and all that is measured is before rejection.
-        verdict, weights = judge(ratio, settings, facts.advantages), importance_weights(ratio, settings)
+        rejection, weights = find_rejected(ratio, settings, facts.advantages), importance_weights(ratio, settings)
         if outputs is not None:
-            outputs.write(chunk, ratio, verdict, weights)
+            outputs.write(chunk, ratio, rejection, weights)
         counts = log_ratio_histograms(ratio) if settings.full else ratio.sums.new_zeros(0)
-        return row_totals(ratio, verdict, weights, settings, facts), counts
+        return row_totals(ratio, rejection, weights, settings, facts), counts
 
     with torch.no_grad():
         chunks = row_chunks(log_probs.response_mask)
@@ -156,12 +156,12 @@ class _Outputs:
         self._keep_tokens = torch.ones(shape, dtype=torch.bool, device=device)
         self._keep_rows = torch.ones_like(self.rejected_rows)
 
-    def write(self, chunk: RowChunk, ratio: LogRatio, verdict: Verdict, weights: Weights | None) -> None:
+    def write(self, chunk: RowChunk, ratio: LogRatio, rejection: Rejection, weights: Weights | None) -> None:
         """Those of some rows."""
-        rejected = (ratio.response_tokens > 0) & (verdict.kept == 0)
+        rejected = (ratio.response_tokens > 0) & (rejection.kept == 0)
         self.rejected_rows.index_copy_(0, chunk.rows, rejected)
-        self._keep_rows.index_copy_(0, chunk.rows, verdict.keep_rows)
-        chunk.write(verdict.keep_tokens, self._keep_tokens)
+        self._keep_rows.index_copy_(0, chunk.rows, rejection.keep_rows)
+        chunk.write(rejection.keep_tokens, self._keep_tokens)
         if weights is not None and self._weights is not None:
             chunk.write(weights.applied, self._weights)
 

@@ -16,7 +16,7 @@ from verl_rc.correction.by_age import buckets, gap, totals_by_age
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
-from verl_rc.correction.rejection import Means, Verdict, exclusive_fractions, rejection_means, rule_totals
+from verl_rc.correction.rejection import Means, Rejection, exclusive_fractions, rejection_means, rule_totals
 from verl_rc.correction.rows import RowContext
 from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Mean, Moments, Totals, map_totals
 from verl_rc.correction.weights import Weights, weight_totals
@@ -96,21 +96,21 @@ class CorrectionStatistics:
 
 
 def row_totals(
-    ratio: LogRatio, verdict: Verdict, weights: Weights | None, settings: CorrectionSettings, facts: RowContext
+    ratio: LogRatio, rejection: Rejection, weights: Weights | None, settings: CorrectionSettings, facts: RowContext
 ) -> Totals[Tensor]:
     """What every row adds, ``[b]``."""
-    means = _gap_means(ratio) | rejection_means(ratio, verdict, settings)
+    means = _gap_means(ratio) | rejection_means(ratio, rejection, settings)
     of_weights, rules, full = None, {}, None
     if settings.weights is not None and weights is not None:
         of_weights, shares = weight_totals(weights, settings.weights, ratio, full=settings.full)
         means |= shares
     for rule in settings.rules:
-        rules[rule.name], shares = rule_totals(rule, ratio, verdict)
+        rules[rule.name], shares = rule_totals(rule, ratio, rejection)
         means |= shares
     by_age: tuple[AgeTotals[Tensor], ...] = ()
     age: Extremes[Tensor] | None = None
     if (ages := facts.ages(ratio.response)) is not None:
-        by_age, age = totals_by_age(ratio, ages, verdict, weights), extremes(ages, ratio.ones)
+        by_age, age = totals_by_age(ratio, ages, rejection, weights), extremes(ages, ratio.ones)
         means["token_age_mean"] = Mean(row_sum(ages * ratio.ones), ratio.tokens)
     if settings.full:
         means["log_ratio_exact_fraction"] = Mean(ratio.count(torch.eq, ratio.values, 0.0), ratio.tokens)
@@ -122,10 +122,10 @@ def row_totals(
             token_ratios=Moments(row_sum(ratio.excess), ratio.tokens, vecdot(ratio.excess, ratio.excess)),
             row_ratios=Moments(product, ratio.real, product.square()),
             turns=tuple(gap(ratio, here * ratio.ones) for here in buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)),
-            splits=_splits(ratio, verdict, settings, facts),
+            splits=_splits(ratio, rejection, settings, facts),
         )
     difference = extremes(-ratio.mean(ratio.sums), ratio.tokens)
-    return Totals(ratio.tokens, verdict.kept, verdict.kept > 0, means, difference, of_weights, rules, by_age, age, full)
+    return Totals(ratio.tokens, rejection.kept, rejection.kept > 0, means, difference, of_weights, rules, by_age, age, full)
 
 
 def _gap_means(ratio: LogRatio) -> Means:
@@ -153,15 +153,15 @@ def _gap_means(ratio: LogRatio) -> Means:
     }
 
 
-def _splits(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings, facts: RowContext) -> Means:
+def _splits(ratio: LogRatio, rejection: Rejection, settings: CorrectionSettings, facts: RowContext) -> Means:
     """What each cause rejects alone; share of tokens kept by length of the response, sign of the advantage and correctness;
     scores of kept and of rejected rows."""
-    splits = exclusive_fractions(ratio, verdict) if settings.rejects else {}
+    splits = exclusive_fractions(ratio, rejection) if settings.rejects else {}
     if facts.advantages is not None:
         for name, found in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
-            kept = verdict.keep_rows * row_sum(found * verdict.keep_tokens * ratio.response)
+            kept = rejection.keep_rows * row_sum(found * rejection.keep_tokens * ratio.response)
             splits[f"kept_fraction_{name}_advantage"] = Mean(kept, row_sum(found * ratio.response))
-    response, kept = ratio.response_tokens, verdict.kept
+    response, kept = ratio.response_tokens, rejection.kept
     groups = {f"length_le_{edge}": (response > low) & (response <= edge) for low, edge in pairwise((0, *LENGTH_EDGES))}
     groups[f"length_gt_{LENGTH_EDGES[-1]}"] = response > LENGTH_EDGES[-1]
     if facts.scores is not None:
