@@ -10,7 +10,7 @@ from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, Timed, unpadded
 from verl_rc.data.tokenize import ToolTurnEncoder
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
-from verl_rc.rollout.tool_calls import Parser, answer, choose_parser, shortened
+from verl_rc.rollout.tool_calls import Parser, answer_call, choose_parser, truncated
 from verl_rc.rollout.tools import ToolCaller, find_tools
 
 SampleTurn = Callable[[Sequence[GenerationRequest], SamplingOptions], Timed[Completions]]
@@ -40,7 +40,7 @@ class _Conversation:
             max_tokens - len(self.token_ids),
         )
 
-    def take_turn(self, token_ids: list[int], log_probs: list[float], versions: list[int], finished: bool) -> None:
+    def append_turn(self, token_ids: list[int], log_probs: list[float], versions: list[int], finished: bool) -> None:
         """Append what the policy sampled."""
         self.token_ids += token_ids
         self.log_probs += log_probs
@@ -49,7 +49,7 @@ class _Conversation:
         self.assistant_turns += 1
         self.finished = finished
 
-    def take_answer(self, token_ids: list[int]) -> None:
+    def append_tool_response(self, token_ids: list[int]) -> None:
         """Append what a tool says: no token of the policy's, so it has neither log-prob nor weight version."""
         self.token_ids += token_ids
         self.log_probs += [0.0] * len(token_ids)
@@ -88,14 +88,14 @@ class AgentLoop:
         """
         busy_seconds = 0.0
         conversations = [_Conversation(request) for request in requests]
-        going_on, width = conversations, options.max_tokens
-        while going_on:
-            sampled = sample_turn([c.next_request(options.max_tokens) for c in going_on], options)
+        active, width = conversations, options.max_tokens
+        while active:
+            sampled = sample_turn([c.next_request(options.max_tokens) for c in active], options)
             turn, busy_seconds = sampled.result, busy_seconds + sampled.busy_seconds
             width = turn.responses.shape[1]
-            _hand_out(turn, going_on)
-            going_on = self._after_turn(turn, going_on, options.max_tokens)
-        return Timed(_collected(conversations, width), busy_seconds)
+            _append_turns(turn, active)
+            active = self._after_turn(turn, active, options.max_tokens)
+        return Timed(_to_completions(conversations, width), busy_seconds)
 
     def _after_turn(self, turn: Completions, conversations: list[_Conversation], max_tokens: int) -> list[_Conversation]:
         """Answer the calls of a turn; returns the conversations that go on."""
@@ -115,12 +115,12 @@ class AgentLoop:
         if conversation.tool_turns == self._config.max_user_turns:
             return False
         limit, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
-        answers = [answer(call, self._tools, self._caller) for call in calls]
-        token_ids = self._encoder.encode([shortened(text, limit, side) for text in answers])
+        answers = [answer_call(call, self._tools, self._caller) for call in calls]
+        token_ids = self._encoder.encode([truncated(text, limit, side) for text in answers])
         conversation.tool_calls += len(calls)
         if len(conversation.token_ids) + len(token_ids) >= max_tokens:
             return False
-        conversation.take_answer(token_ids)
+        conversation.append_tool_response(token_ids)
         return True
 
 
@@ -134,15 +134,15 @@ def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dic
     return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **given}
 
 
-def _hand_out(turn: Completions, conversations: list[_Conversation]) -> None:
+def _append_turns(turn: Completions, conversations: list[_Conversation]) -> None:
     rows = unpadded(turn.responses, turn.response_lengths)
     columns = zip(rows, turn.rollout_log_probs.tolist(), turn.policy_versions.tolist(), turn.finished.tolist(), strict=True)
     for conversation, (token_ids, log_probs, versions, finished) in zip(conversations, columns, strict=True):
         count = len(token_ids)
-        conversation.take_turn(token_ids, log_probs[:count], versions[:count], finished)
+        conversation.append_turn(token_ids, log_probs[:count], versions[:count], finished)
 
 
-def _collected(conversations: list[_Conversation], width: int) -> Completions:
+def _to_completions(conversations: list[_Conversation], width: int) -> Completions:
     def grid(column: Callable[[_Conversation], Sequence[float]], padding: float, dtype: torch.dtype) -> torch.Tensor:
         rows = [list(column(c)) for c in conversations]
         return torch.tensor([row + [padding] * (width - len(row)) for row in rows], dtype=dtype)
