@@ -91,29 +91,29 @@ def evaluate_expression(expression: str) -> str:
             tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ToolError("not an arithmetic expression") from None
-    return _written(_value(tree.body))
+    return _format(_evaluate(tree.body))
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=bool() | complex() | str() | bytes()):
             raise ToolError("not an arithmetic expression")
         case ast.Constant(value=int() | float() as number):
-            return _bounded(_exact(node, number))
+            return _check_size(_to_fraction(node, number))
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _SIGNS:
-            return _SIGNS[type(sign)](_value(operand))
+            return _SIGNS[type(sign)](_evaluate(operand))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _bounded(_power(_value(left), _value(right)))
+            return _check_size(_power(_evaluate(left), _evaluate(right)))
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _BINARY:
-            first, second = _value(left), _value(right)
+            first, second = _evaluate(left), _evaluate(right)
             if second == 0 and isinstance(operation, ast.Div | ast.FloorDiv | ast.Mod):
                 raise ToolError("division by zero")
-            return _bounded(Fraction(_BINARY[type(operation)](first, second)))
+            return _check_size(Fraction(_BINARY[type(operation)](first, second)))
         case _:
             raise ToolError("not an arithmetic expression")
 
 
-def _exact(node: ast.Constant, number: int | float) -> Fraction:
+def _to_fraction(node: ast.Constant, number: int | float) -> Fraction:
     """A literal as it was written: 0.1 is one tenth, not the nearest binary fraction."""
     if isinstance(number, int):
         return Fraction(number)
@@ -130,13 +130,13 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return Fraction(base ** int(exponent))
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ToolError("a number is too large")
     return value
 
 
-def _written(value: Fraction) -> str:
+def _format(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
@@ -214,7 +214,7 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
     """
     tools: dict[str, Tool] = {}
     for name in names:
-        tool = _imported(name) if ":" in name else BUILT_IN.get(name)
+        tool = _import_tool(name) if ":" in name else BUILT_IN.get(name)
         if tool is None:
             raise ValueError(
                 f"actor_rollout_ref.rollout.multi_turn.tools must name tools among {sorted(BUILT_IN)} or module:attribute, got "
@@ -226,7 +226,7 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
     return tools
 
 
-def _imported(name: str) -> Tool:
+def _import_tool(name: str) -> Tool:
     module_name, _, attribute = name.partition(":")
     key = f"actor_rollout_ref.rollout.multi_turn.tools={name}"
     try:
