@@ -49,7 +49,7 @@ def train(services: Services, state: RunState) -> None:
         stages.describe_batch(services, samples, evaluations, scored, control, record)
         control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics)
         state.control = control.state
-        state.rewards = state.rewards.observed(samples.scores, trainer.alerts.reward_window)
+        state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
         if guards.may_train(services, state.rewards, samples, scored, record, step):
             update(services, state, scored.batch, evaluations, record)
         else:

@@ -33,20 +33,21 @@ def batch_metrics(
     }
     if rollouts.num_turns is not None and rollouts.tool_calls is not None:
         columns |= {"num_turns": rollouts.num_turns, "tool_call_counts": rollouts.tool_calls}
-    values = _spreads(columns)
+    values = _mean_max_min(columns)
     values["response_length/clip_ratio"] = (lengths >= max_response_length).double().mean()
     values["prompt_length/clip_ratio"] = (prompts >= max_prompt_length).double().mean()
     values["perf/total_num_tokens"] = rollouts.tokens.sequence_lengths.sum().double()
-    return _read(values)
+    return _to_floats(values)
 
 
 def critic_metrics(batch: CriticBatch) -> dict[str, float]:
     """The critic's values before the update, and the share of the returns' variance that they explain."""
     explained = explained_variance(batch.old_values, batch.returns, batch.response_mask).fraction()
-    return _read({**_spreads({"critic/values": batch.old_values[batch.response_mask]}), "critic/vf_explained_var": explained})
+    values = _mean_max_min({"critic/values": batch.old_values[batch.response_mask]})
+    return _to_floats({**values, "critic/vf_explained_var": explained})
 
 
-def _spreads(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _mean_max_min(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for name, column in columns.items():
         column = column.double()
@@ -54,7 +55,7 @@ def _spreads(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return values
 
 
-def _read(values: Mapping[str, Tensor]) -> dict[str, float]:
+def _to_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
     """All numbers in one copy from the device."""
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 

@@ -67,14 +67,14 @@ class StepScores:
 
 @dataclass(frozen=True)
 class RewardHistory:
-    """The scores of the last steps, and the best mean that so many steps had. A value: ``observed`` returns the next one."""
+    """The scores of the last steps, and the best mean that so many steps had. A value: ``with_scores`` returns the next one."""
 
     recent: tuple[StepScores, ...] = ()
     """Oldest first; at most a window of them."""
     best: float | None = None
     """None: no window was full yet."""
 
-    def observed(self, scores: Tensor, window: int) -> "RewardHistory":
+    def with_scores(self, scores: Tensor, window: int) -> "RewardHistory":
         """With the scores ``[B]`` of another step; the last ``window`` steps are kept (``trainer.alerts.reward_window``)."""
         values = scores.double()
         total, squares = torch.stack([values.sum(), values.square().sum()]).tolist()

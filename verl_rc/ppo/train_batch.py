@@ -48,7 +48,7 @@ def build_train_batch(
     rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
     weights = _weights_for_baseline(rollouts, evaluations, algorithm, config)
 
-    def advantages_of(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         return compute_advantages(
             algorithm.adv_estimator,
             rewards,
@@ -82,9 +82,9 @@ def build_train_batch(
     correction: CorrectionResult | None = None
     if config.rejected_in_group_baseline == "exclude":  # in decoupled mode alone
         correction = corrected(None)
-        advantages, returns = advantages_of(~correction.rejected_rows)
+        advantages, returns = estimate_advantages(~correction.rejected_rows)
     else:
-        advantages, returns = advantages_of(None)
+        advantages, returns = estimate_advantages(None)
         correction = None if config.bypass_mode else corrected(advantages)
     batch = TrainBatch(
         tokens=rollouts.tokens,
