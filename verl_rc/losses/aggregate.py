@@ -106,12 +106,15 @@ def aggregate_loss(
     """
     if mode not in AGGREGATION_MODES:
         raise ValueError(f"the aggregation mode must be one of {', '.join(AGGREGATION_MODES)}; got {mode!r}")
+    # Two masks: if rejected tokens left the denominator too, every kept token would get a larger gradient.
     counted = mask if denominator_mask is None else denominator_mask
     if token_loss.ndim != 2 or token_loss.shape != mask.shape or counted.shape != mask.shape:
         raise ValueError(
             f"token_loss, mask and denominator_mask must be [B, T] of one shape; got {tuple(token_loss.shape)}, "
             f"{tuple(mask.shape)} and {tuple(counted.shape)}"
         )
+    # Cut by where, not by a product: 0 * NaN is NaN, and padding would poison the sum. A sum in bfloat16
+    # would come back rounded to 8 significant bits.
     token_loss = token_loss.where(mask.bool(), 0).to(torch.promote_types(token_loss.dtype, torch.float32))
     counted = counted.bool()
     if mode == "token-sum":
@@ -119,16 +122,21 @@ def aggregate_loss(
     if mode == "token-mean":
         return token_loss.sum() / _positive(counted.sum() if num_tokens is None else num_tokens, token_loss)
     row_tokens = counted.sum(dim=-1)
+    # Divided sequence by sequence before the sum: a short answer weighs as much as a long one (GRPO).
     if mode == "seq-mean-token-mean":
         token_loss = token_loss / row_tokens.clamp(min=1).unsqueeze(-1)
+    # One constant for all sequences: their own length as divisor gives tokens of long wrong answers a
+    # smaller penalty (the length bias that Dr. GRPO removes).
     if mode == "seq-mean-token-sum-norm":
         token_loss = token_loss / (token_loss.shape[-1] if loss_scale_factor is None else loss_scale_factor)
+    # Padding sequences have no tokens; counted, they would shrink the loss.
     sequences = row_tokens.count_nonzero() if num_sequences is None else num_sequences
     return token_loss.sum() / _positive(sequences, token_loss)
 
 
 def _positive(count: Count, like: Tensor) -> Tensor:
     """Turns a count into a divisor; an empty mini-batch divides its zero by one."""
+    # A tensor comparison: in Python, `if count` would make the host wait for a count on a device.
     divisor = torch.as_tensor(count, dtype=like.dtype, device=like.device)
     return divisor.where(divisor > 0, torch.ones_like(divisor))
 
@@ -164,4 +172,6 @@ def token_metric(values: Tensor, mask: Tensor) -> LossMetric:
         mask: [B, T] bool.
     """
     values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    # float64, so that it does not matter how a mini-batch is cut: float32 holds whole numbers only up to
+    # 2**24, and partial sums are added over all micro-batches and ranks.
     return LossMetric(masked_sum(values, mask).to(torch.float64), mask.sum().to(torch.float64))

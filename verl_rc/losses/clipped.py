@@ -36,6 +36,7 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
         `actor/pg_clipfrac_lower` (share of tokens where c acts), those of `ppo_kl_metrics`.
     """
+    # For A < 0 the larger surrogate grows with the ratio without limit; dual clip holds it at −A c.
     unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
     surrogate, bound = torch.maximum(unclipped, clipped), -inputs.advantages * inputs.parameters.clip_ratio_c
     negative = inputs.advantages < 0
@@ -61,8 +62,12 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """
     row_tokens = inputs.response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
     log_ratio = inputs.log_probs - inputs.old_log_probs
+    # Detached: the gradient of a token must go through its own log-prob only. With the mean in the graph
+    # every token would get the sequence's gradient (GSPO-token in the paper).
     log_sequence_ratio = log_ratio.detach().sum(dim=-1, keepdim=True) / row_tokens
+    # 0 in value and 1 in gradient.
     own_gradient = inputs.log_probs - inputs.log_probs.detach()
+    # The bound is verl's. e^10 = 22,026; without a bound exp overflows float32 from 88.8 nats on.
     ratio = (own_gradient + log_sequence_ratio).clamp(max=LOG_SEQUENCE_RATIO_MAX).exp()
     unclipped, clipped = surrogates(inputs, ratio)
     return inputs.reduce(torch.maximum(unclipped, clipped)), {
@@ -90,12 +95,15 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """
     kept, weights = inputs.loss_mask, inputs.rollout_is_weights
     if weights is not None:
+        # log(0 + 1e-10) = −23 nats in a single token would pull down the weight of the whole sequence.
         kept = kept & (weights > 0)
     log_ratio = inputs.log_ratio
+    # Rejected tokens stay in the mean, so that the ratio does not change, and lose only their gradient.
     log_ratio = log_ratio.where(kept, log_ratio.detach())
     low, high = inputs.parameters.clip_bounds
     clamped = log_ratio.clamp(-low, high)
     sign = inputs.advantages.sign()
+    # The minimum for A > 0, the maximum for A < 0: clipped only where the advantage pushes further away.
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
     row_loss = -_row_mean(inputs.advantages, inputs.response_mask) * _row_mean(pessimistic, inputs.response_mask).exp()
     if weights is not None:
@@ -131,6 +139,7 @@ def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     ratio = inputs.log_ratio.exp()
     positive = ratio.new_full((), inputs.parameters.tau_pos)
     temperature = positive.where(inputs.advantages > 0, ratio.new_full((), inputs.parameters.tau_neg))
+    # The sigmoid has the slope 1/4 at 0: 4 / τ makes the slope at r = 1 that of the surrogate.
     gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
     none_clipped = inputs.mean_over_tokens(torch.zeros_like(ratio))
     loss = inputs.reduce(-inputs.advantages * gate, inputs.aggregation.with_mode("seq-mean-token-mean"))
