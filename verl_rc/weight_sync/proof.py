@@ -57,11 +57,13 @@ class LogProbGap:
     def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap":
         """Gap over the True positions of ``mask`` (all ``[B, R]``) whose log-probs are finite; others are not its business."""
         gap = token_gaps(train_log_probs, rollout_log_probs, mask)
+        # Stacked, so that both numbers come from the device in one copy.
         mean, maximum = torch.stack([gap.mean(), gap.max()]).tolist() if gap.numel() else (0.0, 0.0)
         return cls(mean, maximum)
 
     def require_at_most(self, limit: float, where: str) -> None:
         """Raise ``SyncProofError`` when the mean gap is above ``limit`` nats (or is no number)."""
+        # Not `self.mean > limit`: a comparison with NaN is False, and a gap that is NaN must be refused.
         if not self.mean <= limit:
             raise SyncProofError(
                 f"{where}: the mean |trainer - rollout log-prob| must be at most {limit:.3g} nats for this engine, "
@@ -74,6 +76,7 @@ class LogProbGap:
 def token_gaps(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     """float64 ``[K]``: ``|train - rollout log-prob|``, nats, at the True positions of ``mask`` where it is finite."""
     gaps = (train_log_probs - rollout_log_probs).abs()[mask].double()
+    # Rollout correction has its own rule and its own limit for log-probs that are not finite.
     return gaps[torch.isfinite(gaps)]
 
 
@@ -109,11 +112,14 @@ class GapLimit:
         gap.require_at_most(self.limit(calibrated), where)
         if calibrated is not None:
             return calibrated
+        # At least a quarter of the plausible gap: after a first gap that is small by chance, ordinary ones
+        # would count as faults.
         return min(self.plausible, max(_FACTOR_OVER_FIRST * gap.mean, self.plausible / 4))
 
 
 def engine_precision(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:
     """The least precise part of an engine, as a key of the table of plausible gaps."""
+    # The cache first: its gap is three times that of fp8 weights.
     if kv_cache_dtype.startswith("fp8"):
         return "fp8_kv_cache"
     if quantization is not None:

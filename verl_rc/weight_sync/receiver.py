@@ -81,6 +81,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one request. (The base class synchronises an accelerator, which a CPU does not have.)"""
         self.receive_weights(self.parse_update_info(update_info))
+        # vLLM's base class synchronises the accelerator here, which raises on a machine that has none.
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -99,11 +100,14 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         """Load a bucket ``flat`` of this worker's own: layerwise reload keeps views of it until their layer is complete."""
         parts = flat.split([spec.num_elements for spec in bucket])
         self.digests.update({spec.name: tensor_digest(part) for spec, part in zip(bucket, parts, strict=True)})
+        # Called once a bucket: vLLM's layerwise reload collects tensors and processes a layer (prepacking,
+        # quantisation) when its last one has come, in this call or a later one.
         loaded = self.model.load_weights((spec.name, part.view(spec.shape)) for spec, part in zip(bucket, parts, strict=True))
         self.loaded |= set(loaded or ())
 
     def finish_weight_update(self) -> None:
         """Quantise or prepack the layers that are complete."""
+        # Before the call: if it fails, the next update must start anew and not finish this one again.
         self._updating = False
         finalize_layerwise_reload(self.model, self.model_config)
 
@@ -127,5 +131,6 @@ class ReceiptExtension:
         return device_key(self.weight_transfer_engine.device)
 
 
+# vLLM refuses to register a name twice.
 if BACKEND_NAME not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND_NAME, WeightReceiver)

@@ -96,13 +96,16 @@ class WeightSender:
         self._digests = {}
         broken = None
         for bucket in self.manifest.buckets(self._bucket_bytes):
+            # Rank 0 goes on gathering after a failure: full_tensor() is a collective that the other ranks wait in.
             if self._group is None:
                 self._gather_only(bucket)
                 continue
+            # One broadcast a bucket: with gloo, 1 MB a broadcast took twice as long as 64 MB.
             wire = torch.cat(list(self._wire_tensors(bucket)))
             try:
                 broadcast_from_sender(self._group, wire)
             except TransferBrokenError as error:
+                # Without a reference the group closes its connections, which tells the other engines.
                 broken, self._group = error, None
         if broken is not None:
             raise broken
@@ -160,6 +163,7 @@ class WeightSender:
     def _wire_tensors(self, bucket: list[TensorSpec]) -> Iterator[Tensor]:
         """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their digests."""
         for spec in bucket:
+            # Cast before the digest: the engine can only digest what it receives.
             wire = self._weights.gather(spec.name).reshape(-1).to(spec.torch_dtype)
             if self._rank == 0:
                 self._digests[spec.name] = tensor_digest(wire)

@@ -84,6 +84,8 @@ class HostBucket:
         self._segment = SharedMemory(create=True, size=num_bytes)
         try:
             with self._path.open("r+b") as file:
+                # SharedMemory only sets the size. /dev/shm takes its pages on the first write, and one that finds no
+                # room ends the process with SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as error:
             self._remove()
@@ -124,6 +126,7 @@ class CudaBucket:
 
     def export(self) -> CudaIpcHandle:
         """A fresh export, once everything written has arrived in memory."""
+        # An IPC handle shares memory, not the order of this process's streams.
         torch.cuda.synchronize(self.flat.device)
         _, arguments = reduce_tensor(self.flat)
         return CudaIpcHandle(arguments)
@@ -131,6 +134,7 @@ class CudaBucket:
     def release(self) -> None:
         """Free the memory, and what earlier exports still held."""
         del self.flat
+        # PyTorch frees exported memory that the importer has closed at its next export, or when asked to.
         torch.cuda.ipc_collect()
 
 
@@ -142,6 +146,7 @@ def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], device:
         for part in parts:
             bucket.flat[start : start + part.numel()].copy_(part)
             start += part.numel()
+    # Also at KeyboardInterrupt: a segment of shared memory would outlive the process.
     except BaseException:
         bucket.release()
         raise
@@ -179,6 +184,7 @@ def device_key(device: torch.device) -> str:
     """A device's name for every process: a GPU's UUID, whatever its index is here; a CPU's host name."""
     if device.type == "cpu":
         return f"cpu@{socket.gethostname()}"
+    # CUDA_VISIBLE_DEVICES lets every process count its GPUs from 0.
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
