@@ -23,6 +23,7 @@ def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: 
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen()
+    # detach(): the store closes the descriptor, Python must not close it too.
     return dist.TCPStore(host, port, world_size, True, timeout, wait_for_workers=True, master_listen_fd=listener.detach())
 
 
@@ -57,6 +58,7 @@ def join_trainer_group(address: RankAddress, device: torch.device, timeout_secon
     )
     if device.type == "cuda":
         torch.cuda.set_device(address.local_rank)
+    # Tensors of both kinds are reduced beside GPUs; "cpu:gloo,cpu:gloo" is refused as a duplicate.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     store = open_store(address.master_host, address.master_port, address.world_size, address.rank == 0, timeout)
