@@ -35,7 +35,10 @@ class _Conversation:
         """The next turn: everything so far is its prompt, and each turn has a seed of its own."""
         seed, turn = self.request.seed, self.assistant_turns
         return GenerationRequest(
+            # Token ids as sampled: text that is tokenised again may give other ids, and the log-probs recorded
+            # at sampling would belong to tokens that are not in the batch.
             self.request.prompt_token_ids + self.token_ids,
+            # The first turn keeps the seed: a conversation without tools is sampled as without the agent loop.
             seed if turn == 0 else request_seed({"sample": seed, "turn": turn}),
             max_tokens - len(self.token_ids),
         )
@@ -52,6 +55,7 @@ class _Conversation:
     def append_tool_response(self, token_ids: list[int]) -> None:
         """Append what a tool says: no token of the policy's, so it has neither log-prob nor weight version."""
         self.token_ids += token_ids
+        # Any finite number would do: response_mask leaves these positions out of every sum.
         self.log_probs += [0.0] * len(token_ids)
         self.versions += [-1] * len(token_ids)
         self.sampled += [False] * len(token_ids)
@@ -92,6 +96,7 @@ class AgentLoop:
         while active:
             sampled = sample_turn([c.next_request(options.max_tokens) for c in active], options)
             turn, busy_seconds = sampled.result, busy_seconds + sampled.busy_seconds
+            # Engines pad every turn to the run's response width.
             width = turn.responses.shape[1]
             _append_turns(turn, active)
             active = self._after_turn(turn, active, options.max_tokens)
@@ -100,6 +105,7 @@ class AgentLoop:
     def _after_turn(self, turn: Completions, conversations: list[_Conversation], max_tokens: int) -> list[_Conversation]:
         """Answer the calls of a turn; returns the conversations that go on."""
         rows = unpadded(turn.responses, turn.response_lengths)
+        # In many chat templates the tags of a tool call are special tokens.
         texts = self._tokenizer.batch_decode(rows, skip_special_tokens=False)
         pairs = zip(texts, conversations, strict=True)
         return [conversation for text, conversation in pairs if self._answer_calls(text, conversation, max_tokens)]
@@ -118,6 +124,7 @@ class AgentLoop:
         answers = [answer_call(call, self._tools, self._caller) for call in calls]
         token_ids = self._encoder.encode([truncated(text, limit, side) for text in answers])
         conversation.tool_calls += len(calls)
+        # At least one token must fit after the answers: vLLM refuses a request without room for any.
         if len(conversation.token_ids) + len(token_ids) >= max_tokens:
             return False
         conversation.append_tool_response(token_ids)

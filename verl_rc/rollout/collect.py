@@ -21,9 +21,11 @@ def build_rollout_batch(
     written = positions_mask(completions.response_lengths, width)
     response_mask = written if completions.response_mask is None else completions.response_mask
     _refuse_bad_rows("a response needs at least one token", completions.response_lengths < 1)
+    # A log-softmax in float32 can end slightly above 0. Negated, so that NaN, which compares False, is bad.
     bad = response_mask & ~(completions.rollout_log_probs <= 1e-5)
     _refuse_bad_rows("the log-prob of a sampled token must be a number <= 0", bad.any(dim=-1))
     prompt_ids, prompt_lengths = left_padded(list(prompts), pad_token_id)
+    # Engines pad with 0, which may be a real token of the vocabulary.
     responses = torch.where(written, completions.responses, pad_token_id)
     tokens = TokenBatch(
         prompts=prompt_ids,

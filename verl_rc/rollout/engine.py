@@ -35,14 +35,19 @@ class VllmSampler:
             model=options.model_path,
             dtype=options.dtype,
             max_model_len=options.max_model_len,
+            # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
+            # probability under the distribution that was sampled from.
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
+            # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
             worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
             **options.arguments,
         )
+        # Once the constructor returns, all processes of the engine have mapped what they share.
         self.llm.collective_rpc("unlink_shared_memory")
         unlink_shared_memory()
+        # vLLM would queue further requests itself, where a later one with priority could not overtake them.
         self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
     def begin(self, key: str, sample: Sample) -> None:
@@ -118,6 +123,7 @@ class RolloutEngine:
     def finish_update(self, version: int) -> list[dict[str, Any]]:
         """Call what was loaded ``version`` and forget every cached prefix; returns a receipt per worker."""
         self._loop.call(lambda sampler: sampler.llm.finish_weight_update(str(version)))
+        # While the update still holds sampling back: no request may find blocks of the old weights.
         self.reset_prefix_cache()
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_receipt"), release="update")
 
@@ -129,6 +135,7 @@ class RolloutEngine:
         (vLLM refuses that argument on a CPU).
         """
         if self._can_sleep:
+            # Level 1 would copy the weights to host memory, and the next update replaces them anyway.
             self._loop.call(lambda sampler: sampler.llm.sleep(level=2), when_empty=True, hold="memory")
         return self._can_sleep
 
@@ -141,6 +148,7 @@ class RolloutEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
+        # vLLM returns False, and keeps the cache, while a request still holds blocks of it.
         if not self._loop.call(lambda sampler: sampler.llm.reset_prefix_cache()):
             raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")
 
@@ -178,12 +186,14 @@ class RolloutEngine:
             responses[row, :count] = torch.tensor(output.token_ids)
             log_probs[row, :count] = torch.tensor(sampled_log_probs(output, row))
             for span in output.weight_versions or ():
+                # Before the first update vLLM's version is the word "default".
                 versions[row, span.start : span.end] = int(span.version) if span.version.isdigit() else -1
         return Completions(
             responses=responses,
             response_lengths=torch.tensor([len(output.token_ids) for output in outputs], dtype=torch.int64),
             rollout_log_probs=log_probs,
             policy_versions=versions,
+            # "length" is the other reason: the response is cut off.
             finished=torch.tensor([output.finish_reason == "stop" for output in outputs], dtype=torch.bool),
             batch_size=[rows],
         )
@@ -197,11 +207,15 @@ def sampling_parameters(request: GenerationRequest, options: SamplingOptions) ->
         top_p=options.top_p,
         top_k=options.top_k,
         max_tokens=options.max_tokens if request.max_tokens is None else request.max_tokens,
+        # vLLM's ignore_eos covers the model's own EOS token only: it still stops at stop_token_ids.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
+        # 0 is the sampled token alone; 1 would add the most likely one. Flat: lists of numbers, where the
+        # default builds a dict and an object for each token, which the garbage collector has to walk.
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
+        # The default returns every running request at every step.
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

@@ -37,6 +37,8 @@ class EngineWorkerExtension(ReceiptExtension):
         return time_fp8_products().describe() if time_fp8_products.cache_info().currsize else None
 
 
+# vLLM takes the first kernel of this list that fits, and its function to register one appends. The
+# module is imported before the worker builds its model.
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
 kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
 die_with_parent()

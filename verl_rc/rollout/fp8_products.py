@@ -73,6 +73,7 @@ def time_fp8_products() -> Fp8Timings:
     """What this process measured, with its threads, when it first asked."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(_ROWS, _INNER, generator=generator, dtype=torch.float32)
+    # float32 by name: while vLLM builds a model, its precision is the default dtype.
     right = torch.randn(_COLUMNS, _INNER, generator=generator, dtype=torch.float32)
     left_bf16, right_bf16 = left.bfloat16(), right.bfloat16()
     bf16 = _milliseconds(lambda: left_bf16 @ right_bf16.t())
@@ -99,6 +100,7 @@ def _milliseconds(compute: Callable[[], Tensor]) -> float:
             compute()
             after = time.perf_counter()
             shortest = min(shortest, after - before)
+            # One repetition at least: the first call includes what oneDNN compiles.
             if repetition and after - started > _ENOUGH_SECONDS:
                 break
     except RuntimeError:  # oneDNN: "could not create a primitive descriptor"

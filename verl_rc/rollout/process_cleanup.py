@@ -21,6 +21,8 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    # For the kernel the parent is the thread that forked, not its process: that thread has to live on.
+    # SIGKILL, since a process that waits in a collective runs no Python signal handler.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)

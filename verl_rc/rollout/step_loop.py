@@ -87,8 +87,10 @@ class StepLoop(Generic[S]):
         self._ahead_running = 0
         self._arrivals = count()
         self._holds: set[str] = set()
+        # A daemon: a step that hangs in vLLM must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(build,), name="step loop", daemon=True)
         self._thread.start()
+        # Returns when the sampler is built, or raises what building raised.
         self.call(lambda _: None)
 
     # called from outside
@@ -98,6 +100,7 @@ class StepLoop(Generic[S]):
 
         def add(_: S) -> None:
             for sample in samples:
+                # The arrival comes before the sample, because samples cannot be compared.
                 heapq.heappush(self._waiting, (not sample.ahead, sample.number, next(self._arrivals), _Submitted(sample, box)))
 
         self._post(add, when_empty=False)
@@ -132,6 +135,7 @@ class StepLoop(Generic[S]):
             self._holds.discard(release)
             return result
 
+        # Outside the lock: the owning thread needs it to run the command.
         return self._post(held, when_empty).result()
 
     def stop(self) -> None:

@@ -42,6 +42,7 @@ def parse_hermes(text: str) -> list[ParsedCall]:
 def _hermes_call(body: str) -> ParsedCall:
     try:
         call = json.loads(body)
+    # A policy writes anything: deeply nested JSON ends in a RecursionError.
     except (ValueError, RecursionError):
         return MalformedCall("a tool call must be JSON")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):

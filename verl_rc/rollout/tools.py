@@ -89,6 +89,7 @@ def evaluate_expression(expression: str) -> str:
     try:
         with warnings.catch_warnings(action="ignore"):  # about the expression's style
             tree = ast.parse(text, mode="eval")
+    # CPython's parser raises MemoryError, too, for nesting that is too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ToolError("not an arithmetic expression") from None
     return _format(_evaluate(tree.body))
@@ -96,6 +97,7 @@ def evaluate_expression(expression: str) -> str:
 
 def _evaluate(node: ast.expr) -> Fraction:
     match node:
+        # bool first: it is a subclass of int, and True would count as 1.
         case ast.Constant(value=bool() | complex() | str() | bytes()):
             raise ToolError("not an arithmetic expression")
         case ast.Constant(value=int() | float() as number):
@@ -119,6 +121,7 @@ def _to_fraction(node: ast.Constant, number: int | float) -> Fraction:
         return Fraction(number)
     if not math.isfinite(number) or abs(number) > 2.0**MAX_BITS or 0 < abs(number) < 2.0**-MAX_BITS:
         raise ToolError("a number is too large")
+    # repr is the shortest decimal that reads back as the same float; Fraction(0.1) is not 1/10.
     return Fraction(repr(number))
 
 
@@ -127,6 +130,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise ToolError(f"an exponent must be a whole number of at most {MAX_EXPONENT}")
     if base == 0 and exponent < 0:
         raise ToolError("division by zero")
+    # The exponent is bounded before the power is computed: 9**9**9 would never end.
     return Fraction(base ** int(exponent))
 
 
@@ -178,6 +182,7 @@ class ToolCaller:
         self._calls.put((tool, arguments))
         where = f"the tool {tool.name!r} of {_KEY}.tools, called with {reprlib.repr(dict(arguments))},"
         try:
+            # Python cannot stop a thread: one that hangs is left behind and the run ends with its name.
             answer = self._answers.get(timeout=self._timeout_seconds)
         except queue.Empty:
             raise ToolFailedError(
@@ -231,6 +236,7 @@ def _import_tool(name: str) -> Tool:
     key = f"actor_rollout_ref.rollout.multi_turn.tools={name}"
     try:
         tool = getattr(importlib.import_module(module_name), attribute, None)
+    # A user's module may raise anything, and a script without a main guard calls sys.exit().
     except (Exception, SystemExit) as error:
         raise ValueError(f"{key} cannot be imported: {error!r}. The module must be on PYTHONPATH.") from error
     if not isinstance(tool, Tool):
