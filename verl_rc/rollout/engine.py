@@ -207,7 +207,7 @@ def sampling_parameters(request: GenerationRequest, options: SamplingOptions) ->
         top_p=options.top_p,
         top_k=options.top_k,
         max_tokens=options.max_tokens if request.max_tokens is None else request.max_tokens,
-        # vLLM's ignore_eos covers the model's own EOS token only: it still stops at stop_token_ids.
+        # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
         # 0 is the sampled token alone; 1 would add the most likely one. Flat: lists of numbers, where the

@@ -64,7 +64,7 @@ def request_seed(identity: Mapping[str, int]) -> int:
 
     So a sample does not depend on which engine draws it, in which batch, or after which restart.
     """
-    # Sorted, and hashed by blake2b: hash() of a string differs from process to process. Shifted, since
-    # vLLM takes seeds as signed 64-bit integers.
+    # Sorted, and hashed by blake2b: hash() of a string differs from process to process. Shifted, so
+    # that it fits a signed 64-bit integer.
     text = ",".join(f"{name}={identity[name]}" for name in sorted(identity))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -25,6 +25,7 @@ class CriticWorker(Learner):
         self._config, model = config.critic, config.critic.model
         self._address = address
         self._device = trainer_device(config.trainer.device)
+        # The critic's ranks are processes of their own: their default group is not the actor's.
         mesh = join_trainer_group(address, self._device)
         module = load_value_model(
             str(model.path),
@@ -48,9 +49,11 @@ class CriticWorker(Learner):
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
             for share in mini_batches:
+                # A global count: all ranks skip a mini-batch together, or FSDP's collectives would no longer match.
                 if share.num_loss_tokens:
                     self.accumulate(batch, share, totals)
                     totals.add_grad_norm(self.model.step())
+        # The rate that this step had; advancing the schedule returns it before it moves on.
         learning_rate = Metric("critic/lr", self.model.advance_schedule(), Reduction.LAST)
         return [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)]
 

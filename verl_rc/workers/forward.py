@@ -28,13 +28,16 @@ def score_tokens(
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one to its left."""
     packed = PackedSequences.from_tokens(tokens)
     if options.remove_padding:
+        # Logits only where a response token is predicted: prompts would take V floats a token for nothing.
         logits = packed_logits(model, packed.token_ids, packed.lengths, keep=packed.predictors)
     else:
         logits = _padded_outputs(model, packed)
+    # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     log_probs = log_probs_from_logits(logits, targets, temperature=options.temperature)
     entropys = None
     if with_entropy:
+        # An entropy that is only reported would keep a second set of [K, V] tensors alive until backward.
         seen = logits if options.entropy_gradient else logits.detach()
         entropys = entropy_from_logits(seen, temperature=options.temperature)
         entropys = packed.to_grid(entropys)
@@ -51,6 +54,7 @@ def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> 
         outputs = packed_logits(model, packed.token_ids, packed.lengths)[packed.predictors]
     else:
         outputs = _padded_outputs(model, packed)
+    # float32 before the loss: returns of hundreds have steps of 1 or more in bfloat16.
     return packed.to_grid(outputs[:, 0].float())
 
 
@@ -75,10 +79,12 @@ class PackedSequences:
         real = torch.cat([is_prompt, is_response], dim=-1)
         token_ids = torch.cat([tokens.prompts, tokens.responses], dim=-1)[real]
         response_token = torch.cat([torch.zeros_like(is_prompt), is_response], dim=-1)[real]
+        # A causal model predicts a token at the position before it.
         return cls(token_ids, tokens.sequence_lengths, response_token.nonzero()[:, 0] - 1, is_response)
 
     def to_grid(self, values: Tensor) -> Tensor:
         """``values`` ``[K]`` at their places in ``[B, R]``, 0 elsewhere."""
+        # masked_scatter: an assignment by a boolean index would make the host wait for the number of tokens.
         grid = torch.zeros(self.is_response.shape, dtype=values.dtype, device=values.device)
         return grid.masked_scatter(self.is_response, values)
 

@@ -28,8 +28,10 @@ class ObjectiveTotals:
     def add(self, objective: Objective) -> None:
         """Take one micro-batch in."""
         for name, share in objective.terms.items():
+            # Detached: the graph of every micro-batch would stay in memory until the update ends.
             self._terms[name].append(share.detach().double())
         for name, metric in objective.averages.items():
+            # Sums and counts, in float64: a mean of micro-batches' means would weigh them alike.
             self._averages[name].append(torch.stack([metric.numerator.double(), metric.denominator.double()]))
 
     def add_grad_norm(self, grad_norm: float) -> None:
@@ -43,11 +45,13 @@ class ObjectiveTotals:
         sums = {name: torch.stack(shares).sum() for name, shares in self._terms.items()}
         quotients = {name: torch.stack(parts).sum(dim=0) for name, parts in self._averages.items()}
         flat = [*sums.values(), *(part for pair in quotients.values() for part in pair)]
+        # One copy from the device for all metrics of an update.
         values = iter(torch.stack(flat).tolist() if flat else [])
         records += [Metric(name, next(values) / self._num_updates, Reduction.SUM) for name in sums]
         for name in quotients:
             numerator, denominator = next(values), next(values)
             records.append(Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator))
+        # The norm is over the shards of all ranks already: every rank has the same number.
         if is_first_rank:
             records += [Metric(f"{self._role}/grad_norm", norm) for norm in self._grad_norms]
             dropped = sum(not math.isfinite(norm) for norm in self._grad_norms)
@@ -81,6 +85,7 @@ def select_sequences(batch: Batch, rows: Sequence[int], device: torch.device) ->
     """Some rows of a batch on the device; for an empty micro-batch row 0 with nothing in its masks."""
     part = on_device(batch[list(rows) or [0]], device)
     if not rows:
+        # An empty mask gives a loss of 0 with a graph: backward runs, and its collectives match.
         part.response_mask = torch.zeros_like(part.response_mask)
         if isinstance(part, TrainBatch):
             part.loss_mask = torch.zeros_like(part.loss_mask)
@@ -99,6 +104,7 @@ def accumulate_gradients(
     FSDP averages gradients over ranks, the losses are shares of a sum: hence the factor of the number of ranks.
     """
     for index, rows in enumerate(micro_batches):
+        # FSDP2 otherwise reduces gradients in every backward; accumulated locally, they travel once.
         model.set_gradient_sync(index == len(micro_batches) - 1)
         objective = compute_objective(rows)
         (objective.loss * world_size).backward()

@@ -72,6 +72,7 @@ class PolicyWorker(Learner):
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
         self._sender = WeightSender(
+            # Engines get plain weights: they need no support for adapters, and every update has the same tensors.
             MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module),
             address.rank,
             rollout.dtype,
@@ -112,23 +113,28 @@ class PolicyWorker(Learner):
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
             for share in request.mini_batches:
+                # A global count, so that all ranks skip together and FSDP's collectives match.
                 if share.num_loss_tokens == 0:
                     kept_tokens.append(0)
                     continue
                 kept = self.accumulate(batch, share, totals, correction)
                 if correction is not None and gap is None:
+                    # Of the first mini-batch only: after an update the two policies differ by design.
                     gap = correction.gap()
                     if request.gap_limit is not None:
+                        # Before the optimizer step: weights that were trained on rollouts of other weights are lost.
                         gap.require_at_most(request.gap_limit, "this step's rollouts")
                 kept_tokens.append(kept)
                 if kept:
                     totals.add_grad_norm(self.model.step())
                 else:
+                    # Not a step with gradients of 0: AdamW's moments and weight decay would still change the weights.
                     self.model.discard_gradients()
         records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
         records += memory_metrics(self._device)
         if self._address.rank == 0:
+            # The counts are global: summed over ranks, each skip would count once a rank.
             skipped = sum(kept == 0 for kept in kept_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
         seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
@@ -147,6 +153,7 @@ class PolicyWorker(Learner):
             kept = correction.measure_mini_batch(share.micro_batches, lambda rows: self._current_log_probs(batch, rows))
             if kept is not None:
                 num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
+        # Selection is over the whole mini-batch, so it precedes the first micro-batch with gradient.
         covariance = self._covariance(batch, share, correction)
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
@@ -199,6 +206,7 @@ class PolicyWorker(Learner):
 
     def join_transfer(self, address: TransferAddress) -> None:
         """Open the way to the engines."""
+        # NCCL moves GPU tensors only, gloo is there for machines without.
         self._sender.join(address, "gloo" if self._device.type == "cpu" else "nccl")
 
     def send_weights(self) -> SendReceipt:
@@ -215,6 +223,7 @@ class PolicyWorker(Learner):
 
         The weights stay on the device until ``release_bucket``.
         """
+        # Offloaded weights must stay on the device between the calls of one update.
         if index == 0:
             self._weights_in_use.enter_context(self.model.in_use())
         return self._sender.offer(index, share)

@@ -38,6 +38,7 @@ class ReferenceWorker:
             return [score_tokens(self.model.module, part, self._forward, with_entropy=False).log_probs]
 
         with self.model.in_use() as module:
+            # No dropout: the divergence from the policy would be noise.
             module.eval()
             return score_sequences(tokens, micro_batches, score, self._device)
 

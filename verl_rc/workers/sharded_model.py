@@ -22,6 +22,7 @@ from verl_rc.workers.language_model import torch_dtype
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> AdamW:
     """AdamW over fp32 master weights; the fused kernel where torch has one for the device."""
     trainable = [p for p in parameters if p.requires_grad]
+    # fused: one kernel instead of several for each parameter.
     return AdamW(trainable, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True)
 
 
@@ -39,6 +40,7 @@ def build_scheduler(optimizer: AdamW, config: OptimConfig, total_steps: int) -> 
 
     def factor(step: int) -> float:
         if step < warmup:
+            # From 1, not 0: at a rate of 0 the first step would change nothing.
             return (step + 1) / (warmup + 1)
         if config.lr_scheduler_type == "constant":
             return 1.0
@@ -70,6 +72,7 @@ class ShardedModel:
         """Shard ``module`` over ``mesh``; without ``learning`` it is frozen."""
         self._device = torch.device(mesh.device_type)
         self._fsdp = fsdp
+        # Sharded before the optimizer is built: its moments are then sharded like the parameters.
         self._shards = shard_model(
             module.to(self._device), mesh, torch_dtype(fsdp.dtype), reshard_after_forward=fsdp.reshard_after_forward
         )
@@ -94,6 +97,7 @@ class ShardedModel:
         if self._device.type != "cpu":
             if self._fsdp.param_offload:
                 self.module.to(self._device)
+            # Moments take twice the memory of the weights in float32 and are needed in an update only.
             if with_optimizer and self._fsdp.optimizer_offload:
                 self._move_moments(self._device)
         try:
@@ -109,7 +113,10 @@ class ShardedModel:
         """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before clipping."""
         assert self.optimizer is not None
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
+        # The norm of sharded gradients is a DTensor that holds this rank's part until it is gathered. All
+        # ranks then see one number and drop, or take, the step together.
         grad_norm = float(gather_full_tensor(norm))
+        # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them NaN.
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -130,6 +137,7 @@ class ShardedModel:
     def save(self, folder: Path) -> None:
         """Write shards, moments and schedule below ``folder``; collective. With ``async_save`` they are only copied now."""
         assert self._scheduler is not None
+        # Frozen weights are those of the base model: only what is trained is written.
         adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
         with self.in_use(with_optimizer=True):
             extra = {"schedule": schedule_state(self._scheduler)}
@@ -158,6 +166,7 @@ class ShardedModel:
         if self._fsdp.optimizer_offload:
             self._move_moments(torch.device("cpu"))
         if self._fsdp.param_offload or self._fsdp.optimizer_offload:
+            # PyTorch keeps freed memory for itself; an engine on this GPU is another process.
             torch.cuda.empty_cache()
 
     def _move_moments(self, device: torch.device) -> None:
@@ -165,6 +174,7 @@ class ShardedModel:
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
+                    # The step counter moves too: the fused kernel wants it beside the moments.
                     state[name] = value.to(device, non_blocking=True)
 
 
