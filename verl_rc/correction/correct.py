@@ -10,7 +10,7 @@ from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrect
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
 from verl_rc.correction.rejection import Rejection, find_rejected
-from verl_rc.correction.rows import LogProbs, RowChunk, RowContext, newest_version, row_chunks
+from verl_rc.correction.sequences import LogProbs, SequenceChunk, SequenceContext, newest_version, sequence_chunks
 from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, row_totals
 from verl_rc.correction.totals import Totals, map_totals
 from verl_rc.correction.weights import Weights, importance_weights, with_prompts
@@ -59,7 +59,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     ``nonfinite_logprob=raise`` when a log-prob is not finite. ``config`` may be a mapping of fields.
     """
     log_probs, config = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config)
-    context = RowContext(advantages=advantages)
+    context = SequenceContext(advantages=advantages)
     if config.diagnostics == "full":
         slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
         context = replace(context, group_slots=slots, scores=scores)
@@ -81,14 +81,14 @@ def measure(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     config: RolloutCorrectionConfig | Mapping[str, object],
-    context: RowContext | None = None,
+    context: SequenceContext | None = None,
 ) -> CorrectionStatistics:
     """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Rows without response tokens never count.
 
     ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises ``ValueError`` when
     shapes differ or ``context`` misses advantages that a rule looks at.
     """
-    log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), context or RowContext()
+    log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), context or SequenceContext()
     context.check(train_log_probs.shape)
     return _correct(log_probs, _as_config(config).settings(), context)
 
@@ -107,10 +107,10 @@ def apply(
     ``[B, T]`` are needed by rules that look at their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
     """
     log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config).settings()
-    context, outputs = RowContext(advantages=advantages), _Outputs(log_probs, settings)
+    context, outputs = SequenceContext(advantages=advantages), _Outputs(log_probs, settings)
     context.check(train_log_probs.shape)
     with torch.no_grad():
-        for chunk in row_chunks(response_mask):
+        for chunk in sequence_chunks(response_mask):
             ratio = LogRatio.from_log_probs(log_probs.take(chunk))
             rejection = find_rejected(ratio, settings, context.take(chunk).advantages)
             outputs.write(chunk, ratio, rejection, importance_weights(ratio, settings))
@@ -122,12 +122,12 @@ def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> Rollout
 
 
 def _correct(
-    log_probs: LogProbs, settings: CorrectionSettings, context: RowContext, outputs: "_Outputs | None" = None
+    log_probs: LogProbs, settings: CorrectionSettings, context: SequenceContext, outputs: "_Outputs | None" = None
 ) -> CorrectionStatistics:
     """Statistics of all rows; ``outputs`` take what the loss needs of them."""
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_rows(chunk: RowChunk) -> tuple[Totals[Tensor], Tensor]:
+    def correct_rows(chunk: SequenceChunk) -> tuple[Totals[Tensor], Tensor]:
         ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
         # Neither looks at the other: a rejected token keeps its weight, and all that is measured is before rejection.
         rejection, weights = find_rejected(ratio, settings, facts.advantages), importance_weights(ratio, settings)
@@ -137,7 +137,7 @@ def _correct(
         return row_totals(ratio, rejection, weights, settings, facts), counts
 
     with torch.no_grad():
-        chunks = row_chunks(log_probs.response_mask)
+        chunks = sequence_chunks(log_probs.response_mask)
         parts = [correct_rows(chunk) for chunk in chunks]
         totals = map_totals(lambda *columns, is_extreme: torch.cat(columns), *(rows for rows, _ in parts))
         if totals.weights is not None and context.group_slots is not None:
@@ -156,7 +156,7 @@ class _Outputs:
         self._keep_tokens = torch.ones(shape, dtype=torch.bool, device=device)
         self._keep_rows = torch.ones_like(self.rejected_rows)
 
-    def write(self, chunk: RowChunk, ratio: LogRatio, rejection: Rejection, weights: Weights | None) -> None:
+    def write(self, chunk: SequenceChunk, ratio: LogRatio, rejection: Rejection, weights: Weights | None) -> None:
         """Those of some rows."""
         rejected = (ratio.response_tokens > 0) & (rejection.kept == 0)
         self.rejected_rows.index_copy_(0, chunk.rows, rejected)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.linalg import vecdot
 
 from verl_rc.config.rejection_rules import Divergence
-from verl_rc.correction.rows import LogProbs
+from verl_rc.correction.sequences import LogProbs
 from verl_rc.correction.totals import Extremes
 from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate
 

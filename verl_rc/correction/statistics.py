@@ -17,7 +17,7 @@ from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Means, Rejection, exclusive_fractions, rejection_means, rule_totals
-from verl_rc.correction.rows import RowContext
+from verl_rc.correction.sequences import SequenceContext
 from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Mean, Moments, Totals, map_totals
 from verl_rc.correction.weights import Weights, weight_totals
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
@@ -96,7 +96,7 @@ class CorrectionStatistics:
 
 
 def row_totals(
-    ratio: LogRatio, rejection: Rejection, weights: Weights | None, settings: CorrectionSettings, facts: RowContext
+    ratio: LogRatio, rejection: Rejection, weights: Weights | None, settings: CorrectionSettings, facts: SequenceContext
 ) -> Totals[Tensor]:
     """What every row adds, ``[b]``."""
     means = _gap_means(ratio) | rejection_means(ratio, rejection, settings)
@@ -153,7 +153,7 @@ def _gap_means(ratio: LogRatio) -> Means:
     }
 
 
-def _splits(ratio: LogRatio, rejection: Rejection, settings: CorrectionSettings, facts: RowContext) -> Means:
+def _splits(ratio: LogRatio, rejection: Rejection, settings: CorrectionSettings, facts: SequenceContext) -> Means:
     """What each cause rejects alone; share of tokens kept by length of the response, sign of the advantage and correctness;
     scores of kept and of rejected rows."""
     splits = exclusive_fractions(ratio, rejection) if settings.rejects else {}

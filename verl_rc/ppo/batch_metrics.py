@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
-from verl_rc.correction.rows import LogProbs, row_chunks
+from verl_rc.correction.sequences import LogProbs, sequence_chunks
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.losses import explained_variance
 
@@ -82,7 +82,7 @@ def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
     parts = []
     with torch.no_grad():
-        for chunk in row_chunks(response_mask):
+        for chunk in sequence_chunks(response_mask):
             ratio = LogRatio.from_log_probs(log_probs.take(chunk))
             log_train = ratio.train.double()
             train, rollout = log_train.exp() * ratio.ones, (log_train - ratio.values).exp_() * ratio.ones

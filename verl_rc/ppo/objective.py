@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl_rc.config.models import ActorConfig, CriticConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics, RowContext, apply, measure
+from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, measure
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
@@ -161,7 +161,7 @@ def measure_current(
     prompts are not among them: a prompt's rows may lie on several ranks.
     """
     full = config.diagnostics == "full"
-    context = RowContext(
+    context = SequenceContext(
         policy_versions=batch.policy_versions if full else None,
         current_version=policy_version if full else None,
         advantages=batch.advantages,

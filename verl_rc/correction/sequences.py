@@ -9,7 +9,7 @@ from verl_rc.tensor_ops.masked import in_row_blocks, row_slices
 
 
 @dataclass(frozen=True)
-class RowChunk:
+class SequenceChunk:
     """Some rows, as far as their longest response reaches."""
 
     rows: Tensor
@@ -32,21 +32,21 @@ def chunk_positions(device: torch.device) -> int:
     return 50_000 if device.type == "cpu" else 1 << 20
 
 
-def row_chunks(response_mask: Tensor) -> list[RowChunk]:
+def sequence_chunks(response_mask: Tensor) -> list[SequenceChunk]:
     """All rows of a mask ``[B, T]``, each in one chunk; at least one chunk."""
     (num_rows, width), positions = response_mask.shape, chunk_positions(response_mask.device)
     # Responses are of different lengths and mostly end long before the padding does: rows of like length together are half the
     # work. Not on a device, nor for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
     if not (response_mask.numel() and type(response_mask) is Tensor and response_mask.device.type == "cpu"):
         order = torch.arange(num_rows, device=response_mask.device)
-        return [RowChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
+        return [SequenceChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
     numbers = torch.arange(1, width + 1, dtype=torch.int32)
     lengths, order = in_row_blocks(lambda mask: (mask.bool() * numbers).amax(dim=-1), response_mask).sort()
     reach, chunks, last = lengths.tolist(), [], num_rows
     while last > 0:
         longest = max(reach[last - 1], 1)
         first = max(last - max(positions // longest, 1), 0)
-        chunks.append(RowChunk(order[first:last], longest))
+        chunks.append(SequenceChunk(order[first:last], longest))
         last = first
     return chunks
 
@@ -73,13 +73,13 @@ class LogProbs:
         # The gap is often as small as the last digit of a log-prob in bfloat16.
         return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
 
-    def take(self, chunk: RowChunk) -> "LogProbs":
+    def take(self, chunk: SequenceChunk) -> "LogProbs":
         """Those of some rows."""
         return LogProbs(chunk.take(self.train), chunk.take(self.rollout), chunk.take(self.response_mask))
 
 
 @dataclass(frozen=True)
-class RowContext:
+class SequenceContext:
     """What diagnostics and rules may know about rows besides their log-probs.
 
     Where ages are known, numbers are split by them; full diagnostics split by all other facts, too.
@@ -96,7 +96,7 @@ class RowContext:
     scores: Tensor | None = None
     """``[B]``: outcome scores; above 0 is correct."""
 
-    def take(self, chunk: RowChunk) -> "RowContext":
+    def take(self, chunk: SequenceChunk) -> "SequenceContext":
         """The facts of some rows."""
         names = ("group_slots", "policy_versions", "advantages", "scores")
         return replace(self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None})
