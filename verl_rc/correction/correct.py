@@ -11,7 +11,7 @@ from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
 from verl_rc.correction.rejection import Rejection, find_rejected
 from verl_rc.correction.sequences import LogProbs, SequenceChunk, SequenceContext, newest_version, sequence_chunks
-from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, row_totals
+from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, sequence_totals
 from verl_rc.correction.totals import Totals, map_totals
 from verl_rc.correction.weights import Weights, importance_weights, with_prompts
 from verl_rc.tensor_ops.masked import group_numbers
@@ -127,23 +127,23 @@ def _correct(
     """Statistics of all rows; ``outputs`` take what the loss needs of them."""
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_rows(chunk: SequenceChunk) -> tuple[Totals[Tensor], Tensor]:
+    def correct_chunk(chunk: SequenceChunk) -> tuple[Totals[Tensor], Tensor]:
         ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
         # Neither looks at the other: a rejected token keeps its weight, and all that is measured is before rejection.
         rejection, weights = find_rejected(ratio, settings, facts.advantages), importance_weights(ratio, settings)
         if outputs is not None:
             outputs.write(chunk, ratio, rejection, weights)
         counts = log_ratio_histograms(ratio) if settings.full else ratio.sums.new_zeros(0)
-        return row_totals(ratio, rejection, weights, settings, facts), counts
+        return sequence_totals(ratio, rejection, weights, settings, facts), counts
 
     with torch.no_grad():
         chunks = sequence_chunks(log_probs.response_mask)
-        parts = [correct_rows(chunk) for chunk in chunks]
+        parts = [correct_chunk(chunk) for chunk in chunks]
         totals = map_totals(lambda *columns, is_extreme: torch.cat(columns), *(rows for rows, _ in parts))
         if totals.weights is not None and context.group_slots is not None:
             slots = context.group_slots[torch.cat([chunk.rows for chunk in chunks])]
             totals = replace(totals, weights=with_prompts(totals.weights, slots))
-        return CorrectionStatistics.from_rows(totals, torch.stack([counts for _, counts in parts]).sum(dim=0))
+        return CorrectionStatistics.from_sequences(totals, torch.stack([counts for _, counts in parts]).sum(dim=0))
 
 
 class _Outputs:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_rc.config.rejection_rules import BoundedRule, RejectionRule
 from verl_rc.config.rollout_correction import CorrectionSettings
-from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.totals import Mean, Moments, RuleTotals
 
 Means = dict[str, Mean[Tensor]]
@@ -69,7 +69,7 @@ def find_rejected(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
     elif settings.nonfinite == "reject_sequence":
         rows["nonfinite"] = (ratio.tokens < ratio.response_tokens).double()
     keep_tokens, keep_rows = _num_causes(tokens, ratio.ones) == 0, _num_causes(rows, ratio.tokens) == 0
-    return Rejection(tokens, rows, keep_tokens, keep_rows, row_sum(keep_tokens * ratio.response), statistics)
+    return Rejection(tokens, rows, keep_tokens, keep_rows, sequence_sum(keep_tokens * ratio.response), statistics)
 
 
 def _num_causes(causes: dict[str, Tensor], like: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
         return of_tokens
     if rule.scope == "seq_max":
         return extremes(of_tokens, ratio.ones).largest.clamp_min(0.0)  # all of them are >= 0
-    total = row_sum(of_tokens)
+    total = sequence_sum(of_tokens)
     return total if rule.scope == "seq_sum" else ratio.mean(total)
 
 
@@ -97,8 +97,8 @@ def rule_totals(rule: BoundedRule, ratio: LogRatio, rejection: Rejection) -> tup
     # Clamped values are counted from the bound nearest to 0: those of two policies that agree add nothing, not even rounding.
     clamped = statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
     if rule.rule.is_per_token:
-        clamped, total, seen = clamped * ratio.ones, row_sum(statistic), extremes(statistic, ratio.ones)
-        row, moments = ratio.mean(total), Moments(row_sum(clamped), tokens, row_sum(clamped.square()))
+        clamped, total, seen = clamped * ratio.ones, sequence_sum(statistic), extremes(statistic, ratio.ones)
+        row, moments = ratio.mean(total), Moments(sequence_sum(clamped), tokens, sequence_sum(clamped.square()))
         above, below = ratio.count(torch.gt, statistic, rule.upper), ratio.count(torch.lt, statistic, rule.lower)
         judged, rejected = tokens, above + below
     else:
@@ -137,7 +137,7 @@ def rejection_means(ratio: LogRatio, rejection: Rejection, settings: CorrectionS
         means["rollout_is_veto_fraction"] = Mean(rejection.rows["veto"], ratio.real)
         means["rollout_is_catastrophic_token_fraction"] = Mean(vetoing, ratio.tokens)
     if settings.opsm_threshold is not None:
-        rejected = row_sum(rejection.tokens["opsm"])
+        rejected = sequence_sum(rejection.tokens["opsm"])
         means["rollout_rs_opsm_masked_fraction"] = Mean(rejected, response)
         means["rollout_rs_opsm_seq_masked_fraction"] = Mean(rejected > 0, answered)
     return means
@@ -148,7 +148,7 @@ def exclusive_fractions(ratio: LogRatio, rejection: Rejection) -> Means:
     # A token is lost by itself or with its row: a cause is alone where it is the only one at both levels.
     once_tokens, once_rows = _num_causes(rejection.tokens, ratio.ones) == 1, _num_causes(rejection.rows, ratio.tokens) == 1
     only = {name: rejection.kept_by_tokens * rejected * once_rows for name, rejected in rejection.rows.items()}
-    only |= {name: rejection.keep_rows * row_sum(rejected * once_tokens) for name, rejected in rejection.tokens.items()}
+    only |= {name: rejection.keep_rows * sequence_sum(rejected * once_tokens) for name, rejected in rejection.tokens.items()}
     response = ratio.response_tokens
     fractions = {f"rollout_rs_{name}_exclusive_fraction": Mean(alone, response) for name, alone in only.items()}
     return {**fractions, "rollout_rs_overlap_fraction": Mean(response - rejection.kept - sum(only.values()), response)}

@@ -9,7 +9,7 @@ from torch.linalg import vecdot
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.rejection import Means
 from verl_rc.correction.totals import Mean, Moments, WeightLevels, WeightSums, WeightTotals
 from verl_rc.tensor_ops import bound_log_ratio
@@ -82,7 +82,7 @@ def weight_totals(
     threshold, tokens, real = settings.threshold, ratio.tokens, ratio.real
     applied = _levels(weights.excess, ratio)
     raw = _levels(weights.raw_excess, ratio) if full or settings.is_per_row else None
-    row_raw = weights.raw_excess if settings.is_per_row else ratio.mean(row_sum(weights.raw_excess))
+    row_raw = weights.raw_excess if settings.is_per_row else ratio.mean(sequence_sum(weights.raw_excess))
     rows_high, rows_low = real * (row_raw > threshold.upper - 1.0), real * (row_raw < threshold.reciprocal_lower - 1.0)
     if settings.is_per_row:
         high, low, judged, outside = rows_high, rows_low, real, tokens * (rows_high + rows_low)
@@ -105,19 +105,19 @@ def weight_totals(
 def _levels(excess: Tensor, ratio: LogRatio) -> WeightLevels[Tensor]:
     """What every row adds whose weights less 1 are ``excess``, ``[b, t]`` or, shared by all tokens of a row, ``[b]``."""
     if excess.ndim == 1:
-        return WeightLevels(_sums_of_rows(excess, ratio.tokens), _sums_of_rows(excess, ratio.real))
+        return WeightLevels(_sums_of_sequences(excess, ratio.tokens), _sums_of_sequences(excess, ratio.real))
     tokens = sums_of_tokens(excess, ratio.precise_ones)
-    return WeightLevels(tokens, _sums_of_rows(ratio.mean(tokens.excess.total), ratio.real))
+    return WeightLevels(tokens, _sums_of_sequences(ratio.mean(tokens.excess.total), ratio.real))
 
 
 def sums_of_tokens(excess: Tensor, ones: Tensor) -> WeightSums[Tensor]:
     """What every row adds whose tokens' weights less 1 are ``excess``; float64 ``[b, t]``, as ``ones`` 0 where none counts."""
     w = excess + ones
-    moments = Moments(row_sum(excess), row_sum(ones), vecdot(excess, excess))
+    moments = Moments(sequence_sum(excess), sequence_sum(ones), vecdot(excess, excess))
     return WeightSums(moments, vecdot(w, w), extremes(w, ones))
 
 
-def _sums_of_rows(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
+def _sums_of_sequences(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
     """What every row adds whose weight less 1 is ``excess`` ``[B]`` and counts ``count`` ``[B]`` times."""
     w = excess + 1.0
     moments = Moments(count * excess, count, count * excess.square())
@@ -130,6 +130,6 @@ def with_prompts(weights: WeightTotals[Tensor], group_slots: Tensor) -> WeightTo
     def of_prompts(levels: WeightLevels[Tensor]) -> WeightLevels[Tensor]:
         rows = levels.rows.excess
         count, total = (torch.zeros_like(column).index_add_(0, group_slots, column) for column in (rows.count, rows.total))
-        return replace(levels, prompts=_sums_of_rows(total / count.clamp_min(1.0), count.clamp_max(1.0)))
+        return replace(levels, prompts=_sums_of_sequences(total / count.clamp_min(1.0), count.clamp_max(1.0)))
 
     return WeightTotals(of_prompts(weights.applied), None if weights.raw is None else of_prompts(weights.raw))

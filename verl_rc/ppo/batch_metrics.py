@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.sequences import LogProbs, sequence_chunks
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.losses import explained_variance
@@ -88,7 +88,7 @@ def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response
             train, rollout = log_train.exp() * ratio.ones, (log_train - ratio.values).exp_() * ratio.ones
             gap = (train - rollout).abs_()
             columns = (ratio.ones, gap, gap.square(), train, rollout, train.square(), rollout.square(), train * rollout)
-            parts.append(torch.stack([*map(row_sum, columns), extremes(gap, ratio.ones).largest]))
+            parts.append(torch.stack([*map(sequence_sum, columns), extremes(gap, ratio.ones).largest]))
     rows = torch.cat(parts, dim=1)
     largest = pad(rows[-1:], (0, 1)).amax(dim=1)  # of no rows at all: the padding, 0
     count, gap_sum, gap_square, p, q, pp, qq, pq, top = torch.cat([rows[:-1].sum(dim=1), largest]).tolist()
