@@ -26,7 +26,7 @@ class Aggregation:
     Attributes:
         mode: one of `AGGREGATION_MODES` (`actor_rollout_ref.actor.loss_agg_mode`).
         num_tokens: tokens of the mini-batch, > 0; the divisor of ``token-mean``.
-        num_sequences: rows of the mini-batch with at least one token, > 0; the divisor of the ``seq-mean`` modes.
+        num_sequences: sequences of the mini-batch with at least one token, > 0; the divisor of the ``seq-mean`` modes.
         loss_scale_factor: constant divisor of ``seq-mean-token-sum-norm``, in tokens, > 0; None means the padded width.
     """
 
@@ -76,12 +76,12 @@ def aggregate_loss(
 ) -> Tensor:
     """Averages token losses; micro-batches that share the denominators add up to the loss of their union.
 
-    With l the losses, m the mask, d the denominator mask, N the tokens and S the rows of the whole mini-batch:
+    With l the losses, m the mask, d the denominator mask, N the tokens and S the sequences of the whole mini-batch:
 
     - ``token-mean``: Σ m l / N (DAPO, arXiv:2503.14476)
     - ``token-sum``: Σ m l
     - ``seq-mean-token-sum``: Σ m l / S
-    - ``seq-mean-token-mean``: Σ_rows (Σ_t m l / Σ_t d) / S (GRPO, arXiv:2402.03300)
+    - ``seq-mean-token-mean``: Σ_sequences (Σ_t m l / Σ_t d) / S (GRPO, arXiv:2402.03300)
     - ``seq-mean-token-sum-norm``: Σ m l / (S · loss_scale_factor) (Dr. GRPO, arXiv:2503.20783)
 
     Averaging over ranks is the caller's business: where the gradients of D ranks are averaged, multiply by D. Tokens
@@ -95,7 +95,7 @@ def aggregate_loss(
         denominator_mask: [B, T]; tokens that are counted in the denominators, `mask` when None. Handing in the mask
             from before rejection keeps a kept token's gradient independent of how many others were rejected.
         num_tokens: N; Σ d when None.
-        num_sequences: S; rows with Σ_t d > 0 when None.
+        num_sequences: S; sequences with Σ_t d > 0 when None.
         loss_scale_factor: tokens, > 0; the padded width T when None.
 
     Returns:
@@ -121,16 +121,16 @@ def aggregate_loss(
         return token_loss.sum()
     if mode == "token-mean":
         return token_loss.sum() / _positive(counted.sum() if num_tokens is None else num_tokens, token_loss)
-    row_tokens = counted.sum(dim=-1)
+    sequence_tokens = counted.sum(dim=-1)
     # Divided sequence by sequence before the sum: a short answer weighs as much as a long one (GRPO).
     if mode == "seq-mean-token-mean":
-        token_loss = token_loss / row_tokens.clamp(min=1).unsqueeze(-1)
+        token_loss = token_loss / sequence_tokens.clamp(min=1).unsqueeze(-1)
     # One constant for all sequences: their own length as divisor gives tokens of long wrong answers a
     # smaller penalty (the length bias that Dr. GRPO removes).
     if mode == "seq-mean-token-sum-norm":
         token_loss = token_loss / (token_loss.shape[-1] if loss_scale_factor is None else loss_scale_factor)
     # Padding sequences have no tokens; counted, they would shrink the loss.
-    sequences = row_tokens.count_nonzero() if num_sequences is None else num_sequences
+    sequences = sequence_tokens.count_nonzero() if num_sequences is None else num_sequences
     return token_loss.sum() / _positive(sequences, token_loss)
 
 
@@ -149,7 +149,7 @@ class LossMetric:
 
     Attributes:
         numerator: 0-d float64, detached; the sum of the measured quantity, in that quantity's unit.
-        denominator: 0-d float64, detached; the number of tokens or rows that were summed.
+        denominator: 0-d float64, detached; the number of tokens or sequences that were summed.
     """
 
     numerator: Tensor
