@@ -84,7 +84,7 @@ def aggregate_loss(
     - ``seq-mean-token-mean``: Σ_sequences (Σ_t m l / Σ_t d) / S (GRPO, arXiv:2402.03300)
     - ``seq-mean-token-sum-norm``: Σ m l / (S · loss_scale_factor) (Dr. GRPO, arXiv:2503.20783)
 
-    Averaging over ranks is the caller's business: where the gradients of D ranks are averaged, multiply by D. Tokens
+    The caller averages over ranks: where the gradients of D ranks are averaged, multiply by D. Tokens
     outside the mask are cut, so that NaN there is harmless; with nothing in the mask the result is a zero that is still
     attached to the graph. A denominator of 0 counts as 1.
 

@@ -130,7 +130,7 @@ def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
 
 
 def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
-    """How much of each token is selected, [B, T], in [0, 1]: 0 or 1, but for tokens that nothing tells apart."""
+    """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at the threshold."""
     statistics = inputs.covariance_statistics
     if statistics is None:
         # For a mini-batch given whole, as in a notebook; the trainer hands in statistics over all ranks.
