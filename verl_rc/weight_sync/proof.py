@@ -55,7 +55,7 @@ class LogProbGap:
 
     @classmethod
     def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap":
-        """Gap over the True positions of ``mask`` (all ``[B, R]``) whose log-probs are finite; others are not its business."""
+        """Gap over the True positions of ``mask`` with finite log-probs; all three are ``[B, R]``."""
         gap = token_gaps(train_log_probs, rollout_log_probs, mask)
         # Stacked, so that both numbers come from the device in one copy.
         mean, maximum = torch.stack([gap.mean(), gap.max()]).tolist() if gap.numel() else (0.0, 0.0)
@@ -88,7 +88,7 @@ _FACTOR_OVER_FIRST = 4.0
 
 @dataclass(frozen=True)
 class GapLimit:
-    """How large the mean gap may be: as configured, or calibrated by the first gap that the run sees."""
+    """Limit of the mean gap: configured, or calibrated by the first gap of the run."""
 
     plausible: float
     """Nats; a first gap above it is a fault. See ``engine_precision``."""
@@ -101,13 +101,13 @@ class GapLimit:
         return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed)
 
     def limit(self, calibrated: float | None) -> float:
-        """The mean gap above which a step is refused, nats; ``calibrated`` is None before the first gap."""
+        """The largest mean gap that a step may have, nats; ``calibrated`` is None before the first gap."""
         return self.fixed or calibrated or self.plausible
 
     def calibrate(self, gap: LogProbGap, calibrated: float | None, where: str) -> float:
-        """The calibrated limit once ``gap`` was seen; belongs in a checkpoint. Only the first gap decides it.
+        """The calibrated limit after ``gap``, to be kept in a checkpoint. Only the first gap sets it.
 
-        Raises ``SyncProofError`` when ``gap`` is above the limit in force; ``where`` says whose gap it is.
+        Raises ``SyncProofError`` when ``gap`` is above the current limit; ``where`` names the source of the gap.
         """
         gap.require_at_most(self.limit(calibrated), where)
         if calibrated is not None:

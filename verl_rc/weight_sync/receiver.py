@@ -1,7 +1,7 @@
-"""The engine's end of a weight update, as a vLLM weight-transfer backend. Importing this module registers it.
+"""The receiving end of a weight update, as a vLLM weight-transfer backend. Importing this module registers it.
 
-vLLM's layerwise reload is the only way in that works everywhere: on a CPU its weights are prepacked after loading
-and the parameters emptied, and a quantised engine has to quantise anew.
+Weights are loaded by vLLM's layerwise reload, the only method that works everywhere: on a CPU vLLM prepacks weights after
+loading and empties the parameters, and a quantised engine must quantise again.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     update_info_cls = ReceiveRequest
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As vLLM builds every weight-transfer engine."""
+        """Take the arguments that vLLM passes to every weight-transfer engine."""
         super().__init__(*arguments, **options)
         self._group: Group | None = None
         self._updating = False

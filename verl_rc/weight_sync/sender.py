@@ -1,4 +1,4 @@
-"""The trainer's end of a weight update: gather, cast to the wire dtype, digest, then broadcast or lend."""
+"""The sending end of a weight update: gather, cast to the wire dtype, digest, then broadcast or lend."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from verl_rc.weight_sync.transfer_group import (
 
 @dataclass(frozen=True)
 class SendReceipt:
-    """What the sender put on the wire: a digest per tensor, and the bytes in all."""
+    """What the sender sent: a digest of each tensor, and the number of bytes."""
 
     digests: dict[str, int]
     num_bytes: int
@@ -90,8 +90,8 @@ class WeightSender:
     def send(self) -> SendReceipt:
         """Broadcast every tensor of the manifest; collective over the trainer ranks.
 
-        Raises ``TransferBrokenError`` when an engine is gone, having left the group, so that the other engines notice too, and
-        having gathered to the end, as the other ranks do. ``join`` opens another group.
+        Raises ``TransferBrokenError`` when an engine is gone. Before that the sender leaves the group, which the other engines
+        notice, and gathers the remaining tensors with the other ranks. ``join`` opens another group.
         """
         self._digests = {}
         broken = None
@@ -123,8 +123,8 @@ class WeightSender:
     def offer(self, index: int, share: bool) -> BucketHandle:
         """Lend bucket ``index`` in memory of this rank's device; collective over the trainer ranks.
 
-        A rank with ``share=False`` helps to gather and lends nothing. The bucket lent before is taken back first, so
-        the engines must have copied it: there is never more than one bucket of extra memory.
+        A rank with ``share=False`` only takes part in gathering. The previous bucket is freed first, so the engines must
+        have copied it: extra memory is one bucket at most.
         """
         if index == 0:
             self._digests = {}
@@ -137,7 +137,7 @@ class WeightSender:
         return BucketHandle(tuple(bucket), {self.device_key(): self._lent.export()})
 
     def release(self) -> SendReceipt:
-        """Take the last bucket back, be the update complete or broken off; the receipt counts what was offered."""
+        """Free the last bucket, after a complete or an interrupted update. The receipt lists what was offered."""
         self._release_bucket()
         if self._device.type != "cpu":
             # The engine that wakes up next to this process needs the room.

@@ -40,7 +40,7 @@ class CudaIpcHandle:
 
 @dataclass(frozen=True)
 class BucketHandle:
-    """Where a bucket lies, device by device: all that travels through the driver."""
+    """Where a bucket lies on each device. The driver passes on this handle only, never the weights."""
 
     tensors: tuple[TensorSpec, ...]
     """The bucket's tensors in order; they lie end to end and share one dtype."""
@@ -54,7 +54,7 @@ class BucketHandle:
 
     @classmethod
     def merged(cls, handles: "Sequence[BucketHandle]") -> "BucketHandle":
-        """What all trainer ranks offer of one bucket, as one handle."""
+        """The handles of all trainer ranks for one bucket, as one."""
         by_device = {key: exported for handle in handles for key, exported in handle.by_device.items()}
         return cls(handles[0].tensors, by_device)
 
@@ -69,7 +69,7 @@ class SharedBucket(Protocol):
         """How the other process finds the memory."""
 
     def release(self) -> None:
-        """Take the memory back; the other process has copied it, or never will."""
+        """Free the memory, after the other process has copied it or was lost."""
 
 
 class HostBucket:
@@ -156,7 +156,7 @@ def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], device:
 def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
     """A private copy ``[num_elements]`` of a lent bucket; the lender may take its memory back afterwards.
 
-    Raises ``ValueError`` when nobody offers the bucket on ``device``, ``RuntimeError`` when the memory is gone.
+    Raises ``ValueError`` when the bucket is not offered on ``device``, ``RuntimeError`` when the memory is gone.
     """
     key = device_key(device)
     if key not in handle.by_device:
@@ -181,7 +181,7 @@ def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
 
 
 def device_key(device: torch.device) -> str:
-    """A device's name for every process: a GPU's UUID, whatever its index is here; a CPU's host name."""
+    """A name of the device that all processes share: the UUID of a GPU, the host name of a CPU."""
     if device.type == "cpu":
         return f"cpu@{socket.gethostname()}"
     # CUDA_VISIBLE_DEVICES lets every process count its GPUs from 0.
