@@ -1,4 +1,4 @@
-"""Conversations with tools: turn by turn, all that go on together, on token ids that are never made from text again."""
+"""Conversations with tools: all active ones take a turn together; sampled token ids are never re-encoded from text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ class _Conversation:
         self.finished = finished
 
     def append_tool_response(self, token_ids: list[int]) -> None:
-        """Append what a tool says: no token of the policy's, so it has neither log-prob nor weight version."""
+        """Append a tool's answer. The policy did not sample it, so it has neither log-prob nor weight version."""
         self.token_ids += token_ids
         # Any finite number would do: response_mask leaves these positions out of every sum.
         self.log_probs += [0.0] * len(token_ids)
@@ -86,7 +86,7 @@ class AgentLoop:
     ) -> Timed[Completions]:
         """One conversation per request, in order; ``response_mask`` of the result is False at the tools' tokens.
 
-        All conversations that go on share one call of the engines per turn; the seconds of all turns are summed up.
+        All active conversations share one call of the engines per turn; the seconds of all turns are summed up.
 
         Raises ``ToolFailedError`` when a tool fails or hangs.
         """

@@ -1,4 +1,4 @@
-"""From engine completions to one rollout batch, and the checks that nothing foreign gets in."""
+"""From engine completions to one rollout batch, with checks of its log-probs and weight versions."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def build_rollout_batch(
 ) -> RolloutBatch:
     """Join ``B`` prompts (token ids) with their completions, in the same order.
 
-    Where tools spoke, ``response_mask`` leaves their tokens out.
+    ``response_mask`` leaves out the tokens of tool answers.
     Raises ``ValueError`` when counts differ, a response is empty, or a log-prob of a sampled token is positive or NaN.
     """
     rows, width = completions.responses.shape
@@ -49,7 +49,7 @@ def build_rollout_batch(
 
 
 def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:
-    """Raise ``RuntimeError`` when a token was sampled by other weights than ``expected_version``."""
+    """Raise ``RuntimeError`` when a token was sampled with weights of another version than ``expected_version``."""
     wrong = rollouts.response_mask & (rollouts.policy_versions != expected_version)
     if bool(wrong.any()):
         row = int(wrong.any(dim=-1).nonzero()[0])

@@ -43,7 +43,7 @@ class SamplingOptions:
 
     @classmethod
     def for_validation(cls, validation: ValKwargsConfig, max_tokens: int, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
-        """Options of validation rollouts; ``do_sample=False`` is greedy whatever the temperature."""
+        """Options of validation rollouts; ``do_sample=False`` is greedy at any temperature."""
         temperature = 0.0 if validation.do_sample is False else validation.temperature
         return cls(temperature, validation.top_p, validation.top_k, max_tokens, stop_token_ids)
 

@@ -54,7 +54,7 @@ class Tool:
 
 
 MAX_CHARACTERS = 200
-"""Longest expression. It bounds depth and number of operations, hence the time."""
+"""Longest expression. It bounds depth, number of operations and time."""
 MAX_BITS = 256
 """Largest size of a numerator or denominator, of results between and at the end."""
 MAX_EXPONENT = 64
@@ -75,11 +75,11 @@ def evaluate_expression(expression: str) -> str:
     """The value of an expression of numbers, ``+ - * / // % **`` and parentheses; Python's rules of precedence.
 
     The arithmetic is exact, on fractions of the numbers as written (up to 17 digits): ``0.1+0.2`` is ``0.3``. A value that is
-    no whole number is written as a decimal, rounded to 10 significant digits. Nothing is ever executed: the syntax tree is
+    not an integer is written as a decimal, rounded to 10 significant digits. No code is executed: the syntax tree is
     walked, and anything but numbers and these operators is refused. Work is bounded by the length of the expression and the
     size of its numbers.
 
-    Raises ``ToolError`` for what is no such expression, has no value, or is too large.
+    Raises ``ToolError`` for text that is no such expression, has no value, or is too large.
     """
     text = expression.strip()
     if len(text) > MAX_CHARACTERS:
