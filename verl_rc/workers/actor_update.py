@@ -14,7 +14,7 @@ class UpdateRequest:
     """One rank's part in the updates of a step."""
 
     correction: RolloutCorrectionConfig
-    """Rollout correction with the threshold in force."""
+    """Rollout correction with the current threshold."""
     policy_version: int
     """Version of the weights before the first update."""
     mini_batches: list[MiniBatchShare] = field(default_factory=list)

@@ -12,7 +12,7 @@ from verl_rc.workers.language_model import packed_logits, padded_logits
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How a forward pass runs; results do not depend on it beyond rounding, save for the temperature."""
+    """How a forward pass runs. Except for the temperature, results depend on it by rounding only."""
 
     temperature: float
     """Logits are divided by it, as the sampler does."""

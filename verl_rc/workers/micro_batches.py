@@ -1,4 +1,4 @@
-"""The loop over a rank's micro-batches that every worker shares, without gradient and with, and the exact totals it leaves."""
+"""The loop over a rank's micro-batches that all workers share, with or without gradient, and its exact totals."""
 
 import math
 from collections import defaultdict
@@ -15,7 +15,7 @@ from verl_rc.workers.sharded_model import ShardedModel
 
 
 class ObjectiveTotals:
-    """Sums up what the micro-batches of one update report; nothing is averaged before all of it is in."""
+    """Sums up the metrics of all micro-batches of an update; averages are taken at the end only."""
 
     def __init__(self, role: str, num_updates: int) -> None:
         """``role`` (``actor`` or ``critic``) takes ``num_updates`` optimizer steps, over which losses are averaged."""
@@ -26,7 +26,7 @@ class ObjectiveTotals:
         self._grad_norms: list[float] = []
 
     def add(self, objective: Objective) -> None:
-        """Take one micro-batch in."""
+        """Add one micro-batch."""
         for name, share in objective.terms.items():
             # Detached: the graph of every micro-batch would stay in memory until the update ends.
             self._terms[name].append(share.detach().double())
@@ -35,7 +35,7 @@ class ObjectiveTotals:
             self._averages[name].append(torch.stack([metric.numerator.double(), metric.denominator.double()]))
 
     def add_grad_norm(self, grad_norm: float) -> None:
-        """Take the gradient norm of one optimizer step in."""
+        """Add the gradient norm of one optimizer step."""
         self._grad_norms.append(grad_norm)
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
@@ -99,9 +99,9 @@ def accumulate_gradients(
     world_size: int,
     totals: ObjectiveTotals,
 ) -> None:
-    """Forward and backward over this rank's micro-batches; gradients meet the other ranks' only in the last one.
+    """Forward and backward over this rank's micro-batches; gradients are reduced over ranks in the last one only.
 
-    FSDP averages gradients over ranks, the losses are shares of a sum: hence the factor of the number of ranks.
+    FSDP averages gradients over ranks, but losses are shares of a sum: they are multiplied by the number of ranks.
     """
     for index, rows in enumerate(micro_batches):
         # FSDP2 otherwise reduces gradients in every backward; accumulated locally, they travel once.

@@ -173,7 +173,7 @@ class PolicyWorker(Learner):
         return share.num_loss_tokens if correction is None else correction.finish()
 
     def score(self, part: TrainBatch) -> TokenScores:
-        """Current log-probs (and entropys, if anything looks at them) of a micro-batch, with gradient."""
+        """Current log-probs (and entropys where loss or metrics need them) of a micro-batch, with gradient."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.bypass_mode
         return score_tokens(self.model.module, part.tokens, self._forward, with_entropy)
 
@@ -205,7 +205,7 @@ class PolicyWorker(Learner):
         return self._sender.manifest
 
     def join_transfer(self, address: TransferAddress) -> None:
-        """Open the way to the engines."""
+        """Join the transfer group of the engines."""
         # NCCL moves GPU tensors only, gloo is there for machines without.
         self._sender.join(address, "gloo" if self._device.type == "cpu" else "nccl")
 
@@ -229,6 +229,6 @@ class PolicyWorker(Learner):
         return self._sender.offer(index, share)
 
     def release_bucket(self) -> SendReceipt:
-        """Take the last bucket back, which ends the update."""
+        """Free the last bucket, which ends the update."""
         self._weights_in_use.close()
         return self._sender.release()

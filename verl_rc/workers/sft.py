@@ -116,7 +116,7 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
 
 
 def train_step(setup: SftSetup, examples: Sequence[WorkedExample], optimizer: torch.optim.Optimizer) -> float:
-    """One optimizer step; returns the mean loss of an answer token, nats, whatever the split into forward passes."""
+    """One optimizer step; returns the mean loss of an answer token, nats, over all forward passes."""
     setup.model.train()
     num_answer_tokens = sum(len(example.answer_token_ids) for example in examples)
     total = torch.zeros((), device=_device(setup.model))

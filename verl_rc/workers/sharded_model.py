@@ -1,5 +1,4 @@
-"""A model on one rank: FSDP2 shards; for one that learns AdamW and its schedule; written down, taken up, in host memory while
-it rests."""
+"""A model on one rank in FSDP2 shards: AdamW and schedule for a trained one, checkpoints, offload to host memory."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -66,7 +65,7 @@ class LearningOptions:
 
 
 class ShardedModel:
-    """Fp32 master weights in FSDP2 shards. What acts on the weights runs inside ``in_use``."""
+    """Fp32 master weights in FSDP2 shards. Code that needs the weights runs inside ``in_use``."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: LearningOptions | None) -> None:
         """Shard ``module`` over ``mesh``; without ``learning`` it is frozen."""
@@ -93,7 +92,7 @@ class ShardedModel:
 
     @contextmanager
     def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
-        """Weights (and moments) are on the device inside, and back in host memory after, as ``*_offload`` say."""
+        """Weights (and moments) on the device inside the context; ``*_offload`` moves them to host memory after it."""
         if self._device.type != "cpu":
             if self._fsdp.param_offload:
                 self.module.to(self._device)
@@ -106,7 +105,7 @@ class ShardedModel:
             self._offload()
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward meets the other ranks' gradients."""
+        """Whether the next backward reduces gradients over ranks."""
         self._shards.set_requires_gradient_sync(enabled)
 
     def step(self) -> float:
@@ -123,7 +122,7 @@ class ShardedModel:
         return grad_norm
 
     def discard_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()
 
