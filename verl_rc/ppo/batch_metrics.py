@@ -18,7 +18,7 @@ def batch_metrics(
     """Scores, rewards, advantages, returns and lengths: mean, max and min; read from the device in one copy.
 
     ``scores`` are ``[B]``, ``rewards`` ``[B, R]`` with the KL penalty in them. ``response_length/clip_ratio`` is the share of
-    responses that reached ``max_response_length``, whatever the batch's width.
+    responses that reached ``max_response_length``; the batch may be wider.
     """
     mask = batch.response_mask
     lengths, prompts = rollouts.tokens.response_lengths, rollouts.tokens.prompt_lengths

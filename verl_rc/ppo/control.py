@@ -59,7 +59,7 @@ class AdaptiveThreshold:
     """
 
     threshold: float
-    """u in force, >= 1."""
+    """Current u, >= 1."""
     rule: str
     target: float
     """Share of tokens or rows to accept, in (0, 1)."""
@@ -73,11 +73,11 @@ class AdaptiveThreshold:
         return cls(bound.upper, rule, config.rollout_rs_target_acceptance)
 
     def config(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-        """``config`` with the threshold in force."""
+        """``config`` with the current threshold."""
         return config.model_copy(update={"rollout_rs_threshold": self.threshold})
 
     def updated(self, statistics: CorrectionStatistics) -> "AdaptiveThreshold":
-        """The threshold after a batch, of which ``statistics`` (with full diagnostics) hold the histograms."""
+        """The threshold after a batch with these ``statistics``, which need the histograms of full diagnostics."""
         wanted = bound_for_acceptance(statistics.numbers(), self.rule, self.target)
         if math.isnan(wanted):
             return self
@@ -86,7 +86,7 @@ class AdaptiveThreshold:
 
 @dataclass(frozen=True)
 class ControlState:
-    """What of the control a checkpoint keeps. None: the configured value is in force."""
+    """The part of the control that a checkpoint keeps. None: the configured value applies."""
 
     kl_coef: float | None = None
     """Weight of the KL penalty in the reward."""
@@ -96,7 +96,7 @@ class ControlState:
 
 @dataclass(frozen=True)
 class Control:
-    """What is in force in a step."""
+    """KL weight and rejection threshold of a step."""
 
     kl: KLController
     """Weight of the KL penalty in the reward."""
@@ -116,7 +116,7 @@ class Control:
         return cls(kl, threshold)
 
     def correction(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-        """``config`` with the threshold in force."""
+        """``config`` with the current threshold."""
         return config if self.threshold is None else self.threshold.config(config)
 
     def after_penalty(self, reward_kl: float | None, num_rows: int) -> "Control":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class TooManySkippedUpdatesError(RuntimeError):
-    """Nothing was left of too many mini-batches in a row."""
+    """Too many mini-batches in a row kept no token."""
 
 
 def count_skipped_updates(in_a_row: int, kept_tokens: Iterable[int], limit: int) -> int:
@@ -53,7 +53,7 @@ def count_nonfinite_updates(in_a_row: int, role: str, grad_norms: Iterable[float
 
 
 _STANDARD_ERRORS = 4.0
-"""A fall within so many standard errors of the mean may be chance."""
+"""A fall of fewer standard errors of the mean may be chance."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepScores:
 
 @dataclass(frozen=True)
 class RewardHistory:
-    """The scores of the last steps, and the best mean that so many steps had. A value: ``with_scores`` returns the next one."""
+    """The scores of the last steps, and the best mean over as many steps. Immutable: ``with_scores`` returns the next one."""
 
     recent: tuple[StepScores, ...] = ()
     """Oldest first; at most a window of them."""

@@ -39,7 +39,7 @@ def build_train_batch(
 ) -> ScoredStep:
     """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
-    ``control`` holds the weight and the threshold in force. Correction decides weights and ``loss_mask`` only; rewards,
+    ``control`` holds the current weight and threshold. Correction decides weights and ``loss_mask`` only; rewards,
     advantages and their statistics use ``response_mask``, so a reward on a rejected token is never lost. In bypass mode nothing
     is corrected here: ``loss_mask`` is ``response_mask``.
     """
@@ -108,8 +108,8 @@ def _weights_for_baseline(
 ) -> Tensor | None:
     """Importance weights ``[B, R]`` for baselines that depend on them; None where there are none.
 
-    Weights do not look at advantages, so they can be had before them. Rules that do look get advantages of 0 and reject nothing
-    here; their verdict is not used.
+    Weights do not depend on advantages, so they are computed before them. Rules that do depend on them get advantages of 0;
+    their result is not used.
     """
     if config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None
