@@ -1,4 +1,4 @@
-"""MEASURE what the metrics need to know about some rows, APPLY weights and rejection to them, or both for a whole batch."""
+"""Measure the statistics of some sequences, apply weights and rejection to them, or do both for a whole batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class CorrectionResult:
     keep_mask: Tensor
     """bool ``[B, T]``: what takes part in the policy loss; True on padding of rows that are not rejected as a whole."""
     rejected_rows: Tensor
-    """bool ``[B]``: rows with response tokens of which none is kept."""
+    """bool ``[B]``: sequences with response tokens, all of them rejected."""
     statistics: CorrectionStatistics
     """What was measured, before rejection."""
     config: RolloutCorrectionConfig
@@ -86,7 +86,7 @@ def measure(
     """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Rows without response tokens never count.
 
     ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises ``ValueError`` when
-    shapes differ or ``context`` misses advantages that a rule looks at.
+    shapes differ or ``context`` lacks advantages that a rule needs.
     """
     log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), context or SequenceContext()
     context.check(train_log_probs.shape)
@@ -104,7 +104,7 @@ def apply(
     """Weights (or None) and keep mask of some rows, given the statistics of the whole batch they belong to.
 
     Batch normalisation divides by the batch's mean weight: over tokens, or over rows where a row has one weight. ``advantages``
-    ``[B, T]`` are needed by rules that look at their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
+    ``[B, T]`` are needed by rules that depend on their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
     """
     log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config).settings()
     context, outputs = SequenceContext(advantages=advantages), _Outputs(log_probs, settings)
@@ -124,12 +124,12 @@ def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> Rollout
 def _correct(
     log_probs: LogProbs, settings: CorrectionSettings, context: SequenceContext, outputs: "_Outputs | None" = None
 ) -> CorrectionStatistics:
-    """Statistics of all rows; ``outputs`` take what the loss needs of them."""
+    """Statistics of all sequences; ``outputs`` collects what the loss needs."""
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
     def correct_chunk(chunk: SequenceChunk) -> tuple[Totals[Tensor], Tensor]:
         ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
-        # Neither looks at the other: a rejected token keeps its weight, and all that is measured is before rejection.
+        # Independent of each other: a rejected token keeps its weight, and statistics are those before rejection.
         rejection, weights = find_rejected(ratio, settings, facts.advantages), importance_weights(ratio, settings)
         if outputs is not None:
             outputs.write(chunk, ratio, rejection, weights)
@@ -147,7 +147,7 @@ def _correct(
 
 
 class _Outputs:
-    """What the loss takes, written some rows at a time."""
+    """Weights and masks for the loss, written chunk by chunk."""
 
     def __init__(self, log_probs: LogProbs, settings: CorrectionSettings) -> None:
         shape, device = log_probs.train.shape, log_probs.train.device
@@ -157,7 +157,7 @@ class _Outputs:
         self._keep_rows = torch.ones_like(self.rejected_rows)
 
     def write(self, chunk: SequenceChunk, ratio: LogRatio, rejection: Rejection, weights: Weights | None) -> None:
-        """Those of some rows."""
+        """Write those of one chunk."""
         rejected = (ratio.response_tokens > 0) & (rejection.kept == 0)
         self.rejected_rows.index_copy_(0, chunk.rows, rejected)
         self._keep_rows.index_copy_(0, chunk.rows, rejection.keep_rows)

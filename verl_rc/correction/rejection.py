@@ -16,7 +16,7 @@ Means = dict[str, Mean[Tensor]]
 
 @dataclass(frozen=True)
 class Rejection:
-    """What is rejected of some rows, 1, else 0, by cause: the name of a rule, ``veto``, ``opsm`` or ``nonfinite``."""
+    """What each cause rejects (1, else 0). A cause is the name of a rule, ``veto``, ``opsm`` or ``nonfinite``."""
 
     tokens: dict[str, Tensor]
     """``[b, t]``: response tokens that are rejected by themselves."""
@@ -38,12 +38,12 @@ class Rejection:
 
 
 def find_rejected(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | None) -> Rejection:
-    """Judge every token and every row by itself. Rows without valid tokens are rejected only for log-probs that are not finite.
+    """Apply all rules to every token and sequence. Without valid tokens a sequence is rejected only for non-finite log-probs.
 
-    ``advantages`` ``[b, t]`` serve the rule that looks at their sign; ``ValueError`` when it misses them. Tokens without finite
-    log-probs are judged like a ratio of 1 under ``nonfinite_logprob=neutral``, and else by no rule.
+    ``advantages`` ``[b, t]`` are for the rule that depends on their sign; ``ValueError`` when they are missing. For tokens with
+    non-finite log-probs rules see a ratio of 1 under ``nonfinite_logprob=neutral``, and no rule applies otherwise.
     """
-    # Every cause looks at what was sampled, never at what another one has left: their order does not count.
+    # Every cause applies to all sampled tokens, not to what another one has left: their order does not matter.
     tokens, rows, statistics = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
     judged = ratio.response if settings.nonfinite == "neutral" else ratio.ones
     for rule in settings.rules:
@@ -78,7 +78,7 @@ def _num_causes(causes: dict[str, Tensor], like: Tensor) -> Tensor:
 
 
 def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
-    """What a rule looks at: of tokens ``[b, t]``; or their sum, mean or maximum in each row ``[b]``, 0 for a row without any."""
+    """The statistic of a rule: per token ``[b, t]``, or its sum, mean or maximum in each sequence ``[b]``, 0 for an empty one."""
     of_tokens = ratio.divergence(rule.divergence)
     if rule.scope == "token":
         return of_tokens

@@ -1,4 +1,4 @@
-"""The rows of a batch: log-probs and facts, taken some rows at a time."""
+"""Log-probs and facts of the sequences of a batch, taken in chunks."""
 
 from dataclasses import dataclass, replace
 
@@ -10,12 +10,12 @@ from verl_rc.tensor_ops.masked import in_row_blocks, row_slices
 
 @dataclass(frozen=True)
 class SequenceChunk:
-    """Some rows, as far as their longest response reaches."""
+    """Some sequences, cut to the longest response among them."""
 
     rows: Tensor
     """int64 ``[b]``."""
     width: int
-    """Positions that are looked at; none of the rows has a response token behind them."""
+    """Positions of the chunk; no response token of these sequences lies behind them."""
 
     def take(self, values: Tensor) -> Tensor:
         """These rows of ``[B]``, or of ``[B, T]`` these rows and positions."""
@@ -74,15 +74,15 @@ class LogProbs:
         return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
 
     def take(self, chunk: SequenceChunk) -> "LogProbs":
-        """Those of some rows."""
+        """Those of one chunk."""
         return LogProbs(chunk.take(self.train), chunk.take(self.rollout), chunk.take(self.response_mask))
 
 
 @dataclass(frozen=True)
 class SequenceContext:
-    """What diagnostics and rules may know about rows besides their log-probs.
+    """Facts about sequences besides their log-probs, for diagnostics and rules.
 
-    Where ages are known, numbers are split by them; full diagnostics split by all other facts, too.
+    Statistics are split by age where ages are known, and with full diagnostics by all other facts too.
     """
 
     group_slots: Tensor | None = None
@@ -97,7 +97,7 @@ class SequenceContext:
     """``[B]``: outcome scores; above 0 is correct."""
 
     def take(self, chunk: SequenceChunk) -> "SequenceContext":
-        """The facts of some rows."""
+        """The facts of one chunk."""
         names = ("group_slots", "policy_versions", "advantages", "scores")
         return replace(self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None})
 

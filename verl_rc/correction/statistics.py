@@ -1,4 +1,4 @@
-"""Mergeable statistics: what some rows add up to, merged over micro-batches and ranks without loss."""
+"""Mergeable statistics: sums over sequences that are added over micro-batches and ranks without loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class CorrectionStatistics:
         return self._filled(self.sums.unbind(), self.maxima.unbind())[0]
 
     def numbers(self) -> Numbers:
-        """Everything as Python numbers, read from the device in one copy, whoever asks how often."""
+        """All statistics as Python numbers; read from the device once, in one copy."""
         return self._numbers
 
     @cached_property
