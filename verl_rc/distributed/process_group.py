@@ -1,4 +1,4 @@
-"""The trainer's ranks as one: meeting, joining the process group, laid out as a data-parallel mesh, reducing over it."""
+"""Process group of the trainer ranks: rendezvous, data-parallel mesh and reductions over it."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: timedelta) -> dist.TCPStore:
     """Serve, or connect to, a key-value store; the server listens at ``host`` alone.
 
-    torch would listen on every interface, and whoever reaches a store can write into it.
+    torch would listen on every interface, and every process that reaches a store can write into it.
     """
     if not is_server:
         return dist.TCPStore(host, port, world_size, False, timeout, wait_for_workers=True)
