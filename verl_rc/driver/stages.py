@@ -53,7 +53,7 @@ def _proximal_policy(services: Services, rollouts: RolloutBatch, record: StepRec
     scores = answer.result
     return PolicyEvaluations(
         old_log_probs=scores.log_probs,
-        entropys=scores.entropys,
+        entropies=scores.entropies,
         sum_pi_squared=scores.sum_pi_squared,
         batch_size=rollouts.batch_size,
     )

@@ -65,10 +65,10 @@ def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -
 
     Nothing in bypass mode, where no proximal policy is computed.
     """
-    if evaluations.entropys is None:
+    if evaluations.entropies is None:
         return {}
     mask = rollouts.response_mask
-    entropy = float(evaluations.entropys[mask].double().mean())
+    entropy = float(evaluations.entropies[mask].double().mean())
     return {"actor/entropy": entropy, **probability_gap(evaluations.old_log_probs, rollouts.rollout_log_probs, mask)}
 
 

@@ -19,7 +19,7 @@ class ForwardOptions:
     remove_padding: bool = True
     """Pack real tokens of all rows instead of padding every row to the longest."""
     entropy_gradient: bool = True
-    """Whether entropys carry a gradient; without one they are only looked at."""
+    """Whether entropies carry a gradient; without one they are only looked at."""
 
 
 def score_tokens(
@@ -35,16 +35,16 @@ def score_tokens(
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     log_probs = log_probs_from_logits(logits, targets, temperature=options.temperature)
-    entropys = None
+    entropies = None
     if with_entropy:
         # An entropy that is only reported would keep a second set of [K, V] tensors alive until backward.
         seen = logits if options.entropy_gradient else logits.detach()
-        entropys = entropy_from_logits(seen, temperature=options.temperature)
-        entropys = packed.to_grid(entropys)
+        entropies = entropy_from_logits(seen, temperature=options.temperature)
+        entropies = packed.to_grid(entropies)
     sum_pi_squared = None
     if with_sum_pi_squared:
         sum_pi_squared = packed.to_grid(sum_pi_squared_from_logits(logits, temperature=options.temperature))
-    return TokenScores(packed.to_grid(log_probs), entropys, sum_pi_squared)
+    return TokenScores(packed.to_grid(log_probs), entropies, sum_pi_squared)
 
 
 def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> Tensor:

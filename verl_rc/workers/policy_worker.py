@@ -80,7 +80,7 @@ class PolicyWorker(Learner):
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs and entropys ``[B, R]`` of the given rows' response tokens, without gradient; sums of squared probabilities
+        """Log-probs and entropies ``[B, R]`` of the given rows' response tokens, without gradient; sums of squared probabilities
         as a third where the estimator needs them."""
         with self.model.in_use() as module:
             module.eval()
@@ -98,7 +98,7 @@ class PolicyWorker(Learner):
     def _scores(self, tokens: TokenBatch) -> list[Tensor]:
         squares = self._needs_sum_pi_squared
         scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares)
-        return [values for values in (scores.log_probs, scores.entropys, scores.sum_pi_squared) if values is not None]
+        return [values for values in (scores.log_probs, scores.entropies, scores.sum_pi_squared) if values is not None]
 
     def update(self, batch: TrainBatch, request: UpdateRequest) -> UpdateReport:
         """One optimizer step per mini-batch.
@@ -173,7 +173,7 @@ class PolicyWorker(Learner):
         return share.num_loss_tokens if correction is None else correction.finish()
 
     def score(self, part: TrainBatch) -> TokenScores:
-        """Current log-probs (and entropys where loss or metrics need them) of a micro-batch, with gradient."""
+        """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.bypass_mode
         return score_tokens(self.model.module, part.tokens, self._forward, with_entropy)
 
