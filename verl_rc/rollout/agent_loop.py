@@ -63,7 +63,7 @@ class _Conversation:
 
 
 class AgentLoop:
-    """Samples like the engines, but lets the policy call tools and read their answers before it goes on.
+    """Samples like the engines, but lets the policy call tools and read their answers between its turns.
 
     A turn that ends with the end token and holds a tool call is followed by the tools' answers, rendered by the chat template,
     and by another turn. The prompt of that turn is the token ids of the one before, those sampled, and those of the answers.
@@ -103,7 +103,7 @@ class AgentLoop:
         return Timed(_to_completions(conversations, width), busy_seconds)
 
     def _after_turn(self, turn: Completions, conversations: list[_Conversation], max_tokens: int) -> list[_Conversation]:
-        """Answer the calls of a turn; returns the conversations that go on."""
+        """Answer the calls of a turn; returns the conversations that are still active."""
         rows = unpadded(turn.responses, turn.response_lengths)
         # In many chat templates the tags of a tool call are special tokens.
         texts = self._tokenizer.batch_decode(rows, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What vLLM loads in every worker process of an engine, beside its own worker."""
+"""The extension that vLLM loads into every worker process of an engine."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from verl_rc.weight_sync.receiver import ReceiptExtension
 
 
 class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
-    """vLLM's fp8 linear layer for CPUs, with its product computed in the way that is fast on this one."""
+    """vLLM's fp8 linear layer for CPUs, with the implementation of its product that is fast on this one."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Raises ``SlowFp8Error``."""
@@ -20,7 +20,7 @@ class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
         self._implementation = IMPLEMENTATIONS[time_fp8_products().implementation]
 
     def apply_scaled_mm(self, **arguments: Any) -> Tensor:
-        """What vLLM computes."""
+        """Compute vLLM's product with the chosen implementation."""
         with self._implementation():
             return super().apply_scaled_mm(**arguments)
 
@@ -33,7 +33,7 @@ class EngineWorkerExtension(ReceiptExtension):
         unlink_shared_memory()
 
     def fp8_products(self) -> str | None:
-        """How this worker computes fp8 products; None where none was measured, because no layer asked for it."""
+        """How this worker computes fp8 products; None when no layer uses them."""
         return time_fp8_products().describe() if time_fp8_products.cache_info().currsize else None
 
 

@@ -1,4 +1,4 @@
-"""Products of fp8 matrices on a CPU: which way of computing them is fast here, measured.
+"""Products of fp8 matrices on a CPU: which implementation is fast here, measured.
 
 vLLM's fp8 linear layers end in ``torch._scaled_mm`` on a CPU. PyTorch 2.13 gives that call to oneDNN on every CPU with AMX int8,
 but oneDNN has an fp8 kernel only from AMX fp16 on; without one it runs its reference implementation, thousands of times slower.
@@ -21,7 +21,7 @@ SLOWEST_RATIO = 20.0
 _PREFERENCE = 3.0
 """PyTorch's choice is kept unless another way is this many times faster: its numbers must not change with a noisy measurement."""
 _ROWS, _INNER, _COLUMNS = 128, 128, 256
-"""Large enough to tell the ways apart; 0.8 s in oneDNN's reference implementation."""
+"""Large enough to distinguish the implementations; 0.8 s in oneDNN's reference implementation."""
 _REPETITIONS = 20
 _ENOUGH_SECONDS = 1.0
 
@@ -41,7 +41,7 @@ class SlowFp8Error(ValueError):
 
 @dataclass(frozen=True)
 class Fp8Timings:
-    """Milliseconds of one small product, by the way of computing it."""
+    """Milliseconds of one small product with each implementation."""
 
     bf16: float
     """The same product of bf16 matrices."""
@@ -50,18 +50,18 @@ class Fp8Timings:
 
     @property
     def implementation(self) -> str:
-        """The way to take. Raises ``SlowFp8Error`` when none is fast enough."""
+        """The implementation to use. Raises ``SlowFp8Error`` when none is fast enough."""
         fastest = min(self.fp8.values())
         if fastest > SLOWEST_RATIO * self.bf16:
             raise SlowFp8Error(f"{SlowFp8Error.must}, got {self.times()}; {SlowFp8Error.remedy}.")
         return next(way for way, milliseconds in self.fp8.items() if milliseconds <= _PREFERENCE * fastest)
 
     def describe(self) -> str:
-        """The way taken and what was measured, for people."""
+        """The chosen implementation and its times, as text."""
         return f"{self.implementation} ({self.times()})"
 
     def times(self) -> str:
-        """What was measured, for people."""
+        """The times as text."""
         shape = f"{_ROWS} x {_INNER} x {_COLUMNS}"
         times = {**self.fp8, "bf16": self.bf16}
         shown = (f"{way} {f'{time:.2f} ms' if isfinite(time) else 'impossible'}" for way, time in times.items())
@@ -70,7 +70,7 @@ class Fp8Timings:
 
 @cache
 def time_fp8_products() -> Fp8Timings:
-    """What this process measured, with its threads, when it first asked."""
+    """Time each implementation once per process, with the process's threads."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(_ROWS, _INNER, generator=generator, dtype=torch.float32)
     # float32 by name: while vLLM builds a model, its precision is the default dtype.

@@ -55,7 +55,7 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     seed: int
     max_tokens: int | None = None
-    """At most this many tokens; None: as many as the sampling options say."""
+    """Limit of the response, tokens; None: that of the sampling options."""
 
 
 def request_seed(identity: Mapping[str, int]) -> int:

@@ -161,7 +161,7 @@ class ToolFailedError(RuntimeError):
 
 
 class ToolCaller:
-    """Calls tools one after the other in a thread of its own, which does not keep the process alive when one of them hangs."""
+    """Calls tools one at a time in a daemon thread, so that a tool that hangs does not keep the process alive."""
 
     def __init__(self, timeout_seconds: float) -> None:
         """``timeout_seconds``: of each call."""
