@@ -1,4 +1,4 @@
-"""Bypass mode in the actor: what rollout correction knows about a mini-batch over all micro-batches and ranks."""
+"""Bypass mode in the actor: rollout correction of a mini-batch over all its micro-batches and ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -35,8 +35,10 @@ class ActorCorrection:
         """Seconds spent on passes without gradient that only served statistics."""
 
     def measure_mini_batch(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
-        """Where the loss depends on the whole mini-batch: a pass without gradient. Returns what the loss is divided by, or None
-        where the counts are known without it. Collective."""
+        """Measure the mini-batch in a pass without gradient, if the loss depends on it as a whole; collective.
+
+        Returns the loss's denominators, or None where they are known without the pass.
+        """
         self._seen = self._whole = None
         if not needs_statistics_first(self._config):
             return None
@@ -53,7 +55,7 @@ class ActorCorrection:
         return kept_counts(self._whole) if self._config.rejection_denominator == "kept" else None
 
     def correct(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
-        """The micro-batch with weights and ``loss_mask`` as its current log-probs ``[B, R]`` demand."""
+        """The micro-batch with weights and ``loss_mask`` from its current log-probs ``[B, R]``."""
         # Weights and masks are constants of the loss.
         log_probs = log_probs.detach()
         found = measure_current(batch, log_probs, self._config, self._policy_version)
@@ -62,7 +64,7 @@ class ActorCorrection:
         return correct_current(batch, log_probs, self._config, self._whole or found)
 
     def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
-        """What ``correct`` will make of the micro-batch; nothing is counted."""
+        """The micro-batch as ``correct`` will return it, without adding to the statistics."""
         found = self._whole or measure_current(batch, log_probs, self._config, self._policy_version)
         return correct_current(batch, log_probs, self._config, found)
 

@@ -1,4 +1,4 @@
-"""One forward pass over prompts and responses: what a model says about every response token."""
+"""One forward pass over prompts and responses: log-probs, entropies or values of all response tokens."""
 
 from dataclasses import dataclass
 

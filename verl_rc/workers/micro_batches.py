@@ -66,7 +66,7 @@ MicroBatches = Sequence[Sequence[int]]
 def score_sequences(
     tokens: TokenBatch, micro_batches: MicroBatches, score: Callable[[TokenBatch], Sequence[Tensor]], device: torch.device
 ) -> list[Tensor]:
-    """What ``score`` says about each row's response tokens, float32 ``[B, R]`` each, on the CPU, without gradient.
+    """Results of ``score`` for the response tokens, float32 ``[B, R]`` each, on the CPU, without gradient.
 
     An empty micro-batch runs a forward on row 0 whose result is dropped: FSDP needs all ranks in every forward.
     """

@@ -189,7 +189,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _progress(console: Console) -> Progress:
-    """A bar at a terminal; elsewhere the validation lines alone tell how far it is."""
+    """A progress bar at a terminal; elsewhere only validation lines are printed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 

@@ -151,7 +151,7 @@ class ShardedModel:
         return self._writer is None or self._writer.has_ended(wait)
 
     def load(self, folder: Path) -> None:
-        """Go on from ``save``, by any number of ranks; collective. Raises ``CheckpointError`` when it does not fit."""
+        """Restore what ``save`` wrote, with any number of ranks; collective. Raises ``CheckpointError`` when it does not fit."""
         with self.in_use(with_optimizer=True):
             extra = load_shards(folder, self.module, self.optimizer)
         assert self._scheduler is not None
@@ -192,7 +192,7 @@ class Learner:
         return self.model.has_saved(wait)
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint; collective."""
+        """Restore a checkpoint; collective."""
         self.model.load(folder)
 
     def close(self) -> None:
