@@ -66,7 +66,7 @@ class AdaptiveThreshold:
 
     @classmethod
     def from_config(cls, config: RolloutCorrectionConfig) -> "AdaptiveThreshold | None":
-        """What a configuration asks for, before the first batch; None when its thresholds are fixed."""
+        """The configured threshold before the first batch; None when it is fixed."""
         if config.rollout_rs_target_acceptance is None:
             return None
         [(rule, bound)] = config.rejection_bounds().items()
@@ -105,7 +105,7 @@ class Control:
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmConfig, saved: ControlState | None = None) -> "Control":
-        """What a configuration asks for, with the numbers that a run ``saved``; what is fixed now stays as configured."""
+        """The configured control with the numbers that a run ``saved``; fixed ones stay as configured."""
         given, saved = algorithm.kl_ctrl, saved or ControlState()
         kl = KLController(given.kl_coef, given.target_kl if given.type == "adaptive" else None, given.horizon)
         if kl.target_kl is not None and saved.kl_coef is not None:
