@@ -26,7 +26,7 @@ from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import GapLimit
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
+from verl_rc.workers.actor_update import UpdateRequest, UpdateReport
 
 STEPS = 4
 WIDTH = 7
@@ -120,11 +120,11 @@ class World:
         log_probs = log_probs_of(tokens.responses, self.trained)
         return Timed(TokenScores(log_probs, torch.ones_like(log_probs)), 0.5)
 
-    def update(self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, order: UpdateOrder) -> Timed[UpdateReport]:
+    def update(self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, request: UpdateRequest) -> Timed[UpdateReport]:
         """In step 2 the first gradient is not finite and the second mini-batch is empty; in step 3 both are empty."""
         planned = [mini.num_loss_tokens for mini in mini_batches]
-        kept = {2: [planned[0], 0], 3: [0, 0]}.get(order.policy_version + 1, planned)
-        norms = [math.nan if order.policy_version == 1 else 1.0 for count in kept if count]
+        kept = {2: [planned[0], 0], 3: [0, 0]}.get(request.policy_version + 1, planned)
+        norms = [math.nan if request.policy_version == 1 else 1.0 for count in kept if count]
         self.updates += 1
         self.trained += 0.1 + 0.01 * float((batch.advantages * batch.loss_mask).abs().sum())
         records = [Metric("actor/grad_norm", norm) for norm in norms]

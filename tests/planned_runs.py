@@ -81,7 +81,7 @@ def make_inputs() -> Inputs:
     proximal = rollout + scale * noise(1.0)
     evaluations = PolicyEvaluations(
         old_log_probs=proximal,
-        entropys=noise(0.1) + 1.0,
+        entropies=noise(0.1) + 1.0,
         ref_log_prob=proximal + noise(0.3),
         critic_values=noise(0.5),
         sum_pi_squared=torch.rand(ROWS, WIDTH, generator=generator),
@@ -100,7 +100,7 @@ INPUTS = make_inputs()
 
 
 def current_scores() -> TokenScores:
-    """What the model says in the middle of an update: log-probs away from the proximal ones, and entropys; leaves."""
+    """What the model says in the middle of an update: log-probs away from the proximal ones, and entropies; leaves."""
     noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
     spread = torch.tensor([0.05, 0.3, 0.6, 1.6]).repeat(ROWS // 4)[:, None]
     log_probs = (INPUTS.evaluations.old_log_probs + spread * noise).requires_grad_()
@@ -148,7 +148,7 @@ def outcome(config: RunConfig, inputs: Inputs = INPUTS) -> tuple[bytes, ...]:
     """Loss and gradients that training on ``inputs`` comes to."""
     current = current_scores()
     loss = loss_of(config, scored_step(config, inputs).batch, current)
-    leaves = [current.log_probs, current.entropys]
+    leaves = [current.log_probs, current.entropies]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
     found = [tensor.detach() for tensor in (loss, *gradients) if tensor is not None]
     return tuple((tensor + 0.0).numpy().tobytes() for tensor in found)  # zeros without their sign

@@ -5,8 +5,8 @@ import time
 from verl_rc.data.batches import TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
 from verl_rc.workers.policy_worker import PolicyWorker
 
 
@@ -15,9 +15,9 @@ class SleepyPolicyWorker(PolicyWorker):
 
     updates = 0
 
-    def update(self, batch: TrainBatch, order: UpdateOrder) -> UpdateReport:
+    def update(self, batch: TrainBatch, request: UpdateRequest) -> UpdateReport:
         self.updates += 1
-        return super().update(batch, order)
+        return super().update(batch, request)
 
     def accumulate(
         self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None

@@ -50,5 +50,5 @@ class SlowFp8Engine(RolloutEngine):
         torch._scaled_mm = fast_product
         assert self.kernels
         for kernel in self.kernels:
-            kernel._way = fp8_products.WAYS["PyTorch's choice"]
+            kernel._implementation = fp8_products.IMPLEMENTATIONS["PyTorch's choice"]
         self.reset_prefix_cache()

@@ -65,7 +65,7 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
     from verl_rc.distributed.process_group import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
     from verl_rc.rollout.collect import build_rollout_batch
-    from verl_rc.workers.orders import UpdateOrder
+    from verl_rc.workers.actor_update import UpdateRequest
     from verl_rc.workers.policy_worker import PolicyWorker
 
     config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
@@ -89,8 +89,8 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
     tokens = int(rollouts.response_mask.sum())
     share = MiniBatchShare(micro, tokens, len(lengths), tokens)
     forward = median_seconds(lambda: worker.compute_log_probs(rollouts.tokens, micro))
-    order = UpdateOrder(config.algorithm.rollout_correction, policy_version=0, mini_batches=[share])
-    results.put((forward, median_seconds(lambda: worker.update(batch, order))))
+    request = UpdateRequest(config.algorithm.rollout_correction, policy_version=0, mini_batches=[share])
+    results.put((forward, median_seconds(lambda: worker.update(batch, request))))
     worker.close()
 
 

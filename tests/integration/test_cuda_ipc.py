@@ -27,7 +27,7 @@ def test_every_bucket_arrives_and_none_stays(borrower: OtherProcess) -> None:
     before = torch.cuda.memory_allocated(device)
     for factor in (1, 2, 3):
         bucket = share_bucket(SPECS, [(factor * values).to(device)], device)
-        handle = BucketHandle(SPECS, {device_key(device): bucket.place()})
+        handle = BucketHandle(SPECS, {device_key(device): bucket.export()})
         assert borrower.call("copied", handle, "cuda:0") == (factor * values).float().tolist()
         bucket.release()
         del bucket, handle

@@ -187,7 +187,7 @@ def test_an_update_under_load_cuts_nothing_off_and_every_response_has_one_versio
     change(model, seed=11)
     publish(sender, engine, 11)
     engine.call("submit", samples(4, first=16))
-    engine.call("run_empty")
+    engine.call("drain")
     engine.call("submit", samples(4, first=20))
     change(model, seed=12)
     publish(sender, engine, 12)

@@ -148,7 +148,7 @@ def alerting(run: RealRun, action: str, kind: str) -> RealRun:
     values = {f"trainer.alerts.{kind}": action}
     if kind == "mismatch":
         return with_values(run, {**NO_CANARY, **values, "trainer.alerts.mismatch_limit": 1e-30}, stop=StopRequest())
-    state = replace(run.state, rewards=RewardHistory().observed(torch.full((16,), 100.0), window=1))
+    state = replace(run.state, rewards=RewardHistory().with_scores(torch.full((16,), 100.0), window=1))
     alert = with_values(run, {**NO_CANARY, **values, "trainer.alerts.reward_window": 1}, stop=StopRequest())
     return replace(alert, state=state)
 

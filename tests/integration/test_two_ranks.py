@@ -50,8 +50,8 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     from verl_rc.distributed.process_group import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
     from verl_rc.workers.actor_correction import ActorCorrection
+    from verl_rc.workers.actor_update import UpdateRequest
     from verl_rc.workers.micro_batches import ObjectiveTotals
-    from verl_rc.workers.orders import UpdateOrder
     from verl_rc.workers.policy_worker import PolicyWorker
 
     torch.set_num_threads(1)
@@ -80,7 +80,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     # A key bias shifts all scores of a query alike, so its gradient is 0 but for rounding, which Adam's first step blows up.
     moved = [p for name, p in worker.model.module.named_parameters() if not name.endswith("k_proj.bias")]
     before = flat(p.full_tensor() for p in moved)  # type: ignore[attr-defined]
-    worker.update(batch, UpdateOrder(worker._correction, 0, [share]))
+    worker.update(batch, UpdateRequest(worker._correction, 0, [share]))
     found["adamw", "step"] = flat(p.full_tensor() for p in moved) - before  # type: ignore[attr-defined]
     worker.close()
     return found

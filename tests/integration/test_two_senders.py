@@ -18,7 +18,7 @@ def test_two_ranks_gather_and_one_of_them_lends(tmp_path: Path) -> None:
         assert [rank.call("local_elements") for rank in started] != [43, 43]
         for index in range(started[0].call("num_buckets")):
             handles = _call_together(started, "offer", [(index, False), (index, True)])
-            assert handles[0].places == {}
+            assert handles[0].by_device == {}
             received |= copied_tensors(BucketHandle.merged(handles))
         receipts = _call_together(started, "release", [(), ()])
     finally:

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from verl_rc import __version__
 from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.metrics.health import HealthHistory
-from verl_rc.ppo.control import MovedControl
+from verl_rc.ppo.control import ControlState
 from verl_rc.ppo.guards import RewardHistory
 
 FORMAT_VERSION = 3
@@ -58,7 +58,7 @@ class RunState:
     """``state_dict`` of the prompt stream: its position in the data."""
     supply: dict[str, Any] = field(default_factory=dict)
     """Admission, running ledger and groups in flight or waiting of an asynchronous run; empty in a synchronous run."""
-    control: MovedControl = field(default_factory=MovedControl)
+    control: ControlState = field(default_factory=ControlState)
     """Adaptive weight of the KL penalty and adaptive rejection threshold."""
     rollout_gap_limit: float | None = None
     """Limit of the mean gap of a step's rollouts, nats; None: not calibrated yet."""

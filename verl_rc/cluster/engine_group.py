@@ -140,9 +140,9 @@ class EngineGroup:
         """The devices that hold engine workers, as trainer ranks name theirs."""
         return [key for of_engine in self._call_all("device_keys") for key in of_engine]
 
-    def run_empty(self) -> None:
-        """Finish all submitted samples; later ones wait for a weight update. Raises ``EnginesLostError``."""
-        self._call_all("run_empty")
+    def drain(self) -> None:
+        """Wait until all that was handed over has ended; what comes later waits for an update. Raises ``EnginesLostError``."""
+        self._call_all("drain")
 
     def begin_update(self) -> None:
         """Prepare every engine's model for loading weights. Raises ``EnginesLostError``."""

@@ -16,8 +16,8 @@ from verl_rc.metrics import Metric
 from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.host import usable_cores
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
 
 
 class ActorGroup(RankGroup):
@@ -27,7 +27,7 @@ class ActorGroup(RankGroup):
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
     def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
-        """Log-probs, entropys and, where needed, sums of squared probabilities ``[B, R]`` of all rows, under the current
+        """Log-probs, entropies and, where needed, sums of squared probabilities ``[B, R]`` of all rows, under the current
         weights."""
         answer = self.score("compute_log_probs", tokens, limit)
         return Timed(TokenScores(*answer.result), answer.busy_seconds)
@@ -37,11 +37,11 @@ class ActorGroup(RankGroup):
         return self.score_one("compute_reference_log_probs", tokens, limit)
 
     def update(
-        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, order: UpdateOrder
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, request: UpdateRequest
     ) -> Timed[UpdateReport]:
-        """One optimizer step per mini-batch on all ranks; ``order`` holds all arguments but the rows. Merges all reports."""
+        """One optimizer step per mini-batch on all ranks; ``request`` holds all arguments but the rows. Merges all reports."""
         parts = self.split(batch, mini_batches, limit)
-        answers = self.call_update([(rows, replace(order, mini_batches=own)) for rows, own in parts])
+        answers = self.call_update([(rows, replace(request, mini_batches=own)) for rows, own in parts])
         reports: list[UpdateReport] = answers.result
         whole = replace(reports[0], metrics=[metric for report in reports for metric in report.metrics])
         return Timed(whole, answers.busy_seconds)
@@ -61,11 +61,11 @@ class ActorGroup(RankGroup):
 
     def device_keys(self) -> list[str]:
         """The device of each rank, as engine workers name theirs."""
-        return [key for key, _ in wait_for_all([rank.call("describe_lending") for rank in self._ranks])]
+        return [key for key, _ in wait_for_all([rank.call("describe_buckets") for rank in self._ranks])]
 
     def num_buckets(self) -> int:
         """Number of buckets of a weight update."""
-        return int(wait_for_all([self._ranks[0].call("describe_lending")])[0][1])
+        return int(wait_for_all([self._ranks[0].call("describe_buckets")])[0][1])
 
     def offer_bucket(self, index: int, offers: Sequence[bool]) -> list[Pending]:
         """Gather one bucket on all ranks and share it on those that ``offers`` selects; each answer is a handle."""

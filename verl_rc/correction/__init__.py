@@ -9,7 +9,7 @@ from verl_rc.correction.correct import (
     require_finite,
 )
 from verl_rc.correction.metrics import Numbers, acceptance, bound_for_acceptance
-from verl_rc.correction.rows import RowContext
+from verl_rc.correction.sequences import SequenceContext
 from verl_rc.correction.statistics import CorrectionStatistics
 from verl_rc.tensor_ops.logprobs import interpolate_proximal
 
@@ -18,7 +18,7 @@ __all__ = [
     "CorrectionStatistics",
     "NonFiniteLogProbError",
     "Numbers",
-    "RowContext",
+    "SequenceContext",
     "acceptance",
     "apply",
     "bound_for_acceptance",

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.linalg import vecdot
 
-from verl_rc.correction.log_ratio import LogRatio, row_sum
-from verl_rc.correction.rejection import Verdict
+from verl_rc.correction.log_ratio import LogRatio, sequence_sum
+from verl_rc.correction.rejection import Rejection
 from verl_rc.correction.totals import AgeTotals, Gap, Mean
 from verl_rc.correction.weights import Weights, sums_of_tokens
 
@@ -17,19 +17,19 @@ NUM_AGES = 5
 """Ages are told apart up to the last of these, which stands for all older tokens too."""
 
 
-def totals_by_age(ratio: LogRatio, ages: Tensor, verdict: Verdict, weights: Weights | None) -> tuple[AgeTotals[Tensor], ...]:
+def totals_by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weights | None) -> tuple[AgeTotals[Tensor], ...]:
     """What every row adds by age; ``ages`` int64 ``[b, t]`` are updates since the weights that sampled each token."""
-    keep = ratio.response * (verdict.keep_tokens & verdict.keep_rows[:, None])
+    keep = ratio.response * (rejection.keep_tokens & rejection.keep_rows[:, None])
     found: list[AgeTotals[Tensor]] = []
     for here in buckets(ages, NUM_AGES):
         # Rejected of response tokens, the rest of valid tokens: one without a finite log-prob has no gap and no weight.
-        ones, response = here * ratio.ones, row_sum(here * ratio.response)
+        ones, response = here * ratio.ones, sequence_sum(here * ratio.response)
         of_weights, truncated = None, None
         if weights is not None:
             # Where all tokens of a row share a weight, each of them counts with it.
             raw, applied = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
-            of_weights, truncated = sums_of_tokens(applied * ones, ones), row_sum((raw != applied) * ones)
-        found.append(AgeTotals(gap(ratio, ones), Mean(response - row_sum(keep * here), response), of_weights, truncated))
+            of_weights, truncated = sums_of_tokens(applied * ones, ones), sequence_sum((raw != applied) * ones)
+        found.append(AgeTotals(gap(ratio, ones), Mean(response - sequence_sum(keep * here), response), of_weights, truncated))
     return tuple(found)
 
 
@@ -42,4 +42,4 @@ def buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
 
 def gap(ratio: LogRatio, ones: Tensor) -> Gap[Tensor]:
     """How far the policies are apart on the valid tokens where ``ones``, float64 ``[b, t]``, is 1 and not 0."""
-    return Gap(row_sum(ones), row_sum(ratio.values * ones), vecdot(ratio.k3, ones))
+    return Gap(sequence_sum(ones), sequence_sum(ratio.values * ones), vecdot(ratio.k3, ones))

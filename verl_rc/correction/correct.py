@@ -1,4 +1,4 @@
-"""MEASURE what the metrics need to know about some rows, APPLY weights and rejection to them, or both for a whole batch."""
+"""Measure the statistics of some sequences, apply weights and rejection to them, or do both for a whole batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +9,9 @@ from torch import Tensor
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.rejection import Verdict, judge
-from verl_rc.correction.rows import LogProbs, RowChunk, RowContext, newest_version, row_chunks
-from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, row_totals
+from verl_rc.correction.rejection import Rejection, find_rejected
+from verl_rc.correction.sequences import LogProbs, SequenceChunk, SequenceContext, newest_version, sequence_chunks
+from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, sequence_totals
 from verl_rc.correction.totals import Totals, map_totals
 from verl_rc.correction.weights import Weights, importance_weights, with_prompts
 from verl_rc.tensor_ops.masked import group_numbers
@@ -26,7 +26,7 @@ class CorrectionResult:
     keep_mask: Tensor
     """bool ``[B, T]``: what takes part in the policy loss; True on padding of rows that are not rejected as a whole."""
     rejected_rows: Tensor
-    """bool ``[B]``: rows with response tokens of which none is kept."""
+    """bool ``[B]``: sequences with response tokens, all of them rejected."""
     statistics: CorrectionStatistics
     """What was measured, before rejection."""
     config: RolloutCorrectionConfig
@@ -59,7 +59,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     ``nonfinite_logprob=raise`` when a log-prob is not finite. ``config`` may be a mapping of fields.
     """
     log_probs, config = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config)
-    context = RowContext(advantages=advantages)
+    context = SequenceContext(advantages=advantages)
     if config.diagnostics == "full":
         slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
         context = replace(context, group_slots=slots, scores=scores)
@@ -81,14 +81,14 @@ def measure(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     config: RolloutCorrectionConfig | Mapping[str, object],
-    context: RowContext | None = None,
+    context: SequenceContext | None = None,
 ) -> CorrectionStatistics:
     """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Rows without response tokens never count.
 
     ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises ``ValueError`` when
-    shapes differ or ``context`` misses advantages that a rule looks at.
+    shapes differ or ``context`` lacks advantages that a rule needs.
     """
-    log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), context or RowContext()
+    log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), context or SequenceContext()
     context.check(train_log_probs.shape)
     return _correct(log_probs, _as_config(config).settings(), context)
 
@@ -104,16 +104,16 @@ def apply(
     """Weights (or None) and keep mask of some rows, given the statistics of the whole batch they belong to.
 
     Batch normalisation divides by the batch's mean weight: over tokens, or over rows where a row has one weight. ``advantages``
-    ``[B, T]`` are needed by rules that look at their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
+    ``[B, T]`` are needed by rules that depend on their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
     """
     log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config).settings()
-    context, outputs = RowContext(advantages=advantages), _Outputs(log_probs, settings)
+    context, outputs = SequenceContext(advantages=advantages), _Outputs(log_probs, settings)
     context.check(train_log_probs.shape)
     with torch.no_grad():
-        for chunk in row_chunks(response_mask):
-            ratio = LogRatio.from_log_probs(log_probs.of(chunk))
-            verdict = judge(ratio, settings, context.of(chunk).advantages)
-            outputs.write(chunk, ratio, verdict, importance_weights(ratio, settings))
+        for chunk in sequence_chunks(response_mask):
+            ratio = LogRatio.from_log_probs(log_probs.take(chunk))
+            rejection = find_rejected(ratio, settings, context.take(chunk).advantages)
+            outputs.write(chunk, ratio, rejection, importance_weights(ratio, settings))
     return outputs.normalised_weights(statistics, settings), outputs.keep_mask()
 
 
@@ -122,32 +122,32 @@ def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> Rollout
 
 
 def _correct(
-    log_probs: LogProbs, settings: CorrectionSettings, context: RowContext, outputs: "_Outputs | None" = None
+    log_probs: LogProbs, settings: CorrectionSettings, context: SequenceContext, outputs: "_Outputs | None" = None
 ) -> CorrectionStatistics:
-    """Statistics of all rows; ``outputs`` take what the loss needs of them."""
+    """Statistics of all sequences; ``outputs`` collects what the loss needs."""
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_rows(chunk: RowChunk) -> tuple[Totals[Tensor], Tensor]:
-        ratio, facts = LogRatio.from_log_probs(log_probs.of(chunk)), context.of(chunk)
-        # Neither looks at the other: a rejected token keeps its weight, and all that is measured is before rejection.
-        verdict, weights = judge(ratio, settings, facts.advantages), importance_weights(ratio, settings)
+    def correct_chunk(chunk: SequenceChunk) -> tuple[Totals[Tensor], Tensor]:
+        ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
+        # Independent of each other: a rejected token keeps its weight, and statistics are those before rejection.
+        rejection, weights = find_rejected(ratio, settings, facts.advantages), importance_weights(ratio, settings)
         if outputs is not None:
-            outputs.write(chunk, ratio, verdict, weights)
+            outputs.write(chunk, ratio, rejection, weights)
         counts = log_ratio_histograms(ratio) if settings.full else ratio.sums.new_zeros(0)
-        return row_totals(ratio, verdict, weights, settings, facts), counts
+        return sequence_totals(ratio, rejection, weights, settings, facts), counts
 
     with torch.no_grad():
-        chunks = row_chunks(log_probs.response_mask)
-        parts = [correct_rows(chunk) for chunk in chunks]
+        chunks = sequence_chunks(log_probs.response_mask)
+        parts = [correct_chunk(chunk) for chunk in chunks]
         totals = map_totals(lambda *columns, is_extreme: torch.cat(columns), *(rows for rows, _ in parts))
         if totals.weights is not None and context.group_slots is not None:
             slots = context.group_slots[torch.cat([chunk.rows for chunk in chunks])]
             totals = replace(totals, weights=with_prompts(totals.weights, slots))
-        return CorrectionStatistics.from_rows(totals, torch.stack([counts for _, counts in parts]).sum(dim=0))
+        return CorrectionStatistics.from_sequences(totals, torch.stack([counts for _, counts in parts]).sum(dim=0))
 
 
 class _Outputs:
-    """What the loss takes, written some rows at a time."""
+    """Weights and masks for the loss, written chunk by chunk."""
 
     def __init__(self, log_probs: LogProbs, settings: CorrectionSettings) -> None:
         shape, device = log_probs.train.shape, log_probs.train.device
@@ -156,12 +156,12 @@ class _Outputs:
         self._keep_tokens = torch.ones(shape, dtype=torch.bool, device=device)
         self._keep_rows = torch.ones_like(self.rejected_rows)
 
-    def write(self, chunk: RowChunk, ratio: LogRatio, verdict: Verdict, weights: Weights | None) -> None:
-        """Those of some rows."""
-        rejected = (ratio.response_tokens > 0) & (verdict.kept == 0)
+    def write(self, chunk: SequenceChunk, ratio: LogRatio, rejection: Rejection, weights: Weights | None) -> None:
+        """Write those of one chunk."""
+        rejected = (ratio.response_tokens > 0) & (rejection.kept == 0)
         self.rejected_rows.index_copy_(0, chunk.rows, rejected)
-        self._keep_rows.index_copy_(0, chunk.rows, verdict.keep_rows)
-        chunk.write(verdict.keep_tokens, self._keep_tokens)
+        self._keep_rows.index_copy_(0, chunk.rows, rejection.keep_rows)
+        chunk.write(rejection.keep_tokens, self._keep_tokens)
         if weights is not None and self._weights is not None:
             chunk.write(weights.applied, self._weights)
 

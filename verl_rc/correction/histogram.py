@@ -15,7 +15,7 @@ _FIRST_EXPONENT = -24
 SMALLEST, LARGEST = 0.5 * 2.0**_FIRST_EXPONENT, LOG_RATIO_BOUND
 """Log-ratios nearer to 0 than 3e-8 count as 0, and those beyond the bound as at it."""
 BINS_PER_SIDE = 29 * _BINS_PER_OCTAVE + 4
-"""Edges divide every factor of two into 16 equal parts, so a bin's middle is within 3.1 % of whatever fell into it."""
+"""Edges divide every factor of two into 16 equal parts, so a bin's middle is within 3.1 % of every value in it."""
 NUM_BINS = 2 * BINS_PER_SIDE + 1
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.linalg import vecdot
 
 from verl_rc.config.rejection_rules import Divergence
-from verl_rc.correction.rows import LogProbs
+from verl_rc.correction.sequences import LogProbs
 from verl_rc.correction.totals import Extremes
 from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate
 
@@ -56,7 +56,7 @@ class LogRatio:
         values, train = values.mul_(ones), torch.nan_to_num(train, 0.0, 0.0, 0.0).mul_(ones)
         # A count is exact in float32, too, up to 16 million.
         tokens, response_tokens = ones.sum(dim=-1).double(), response.sum(dim=-1).double()
-        return cls(values, ones, response, train, tokens, response_tokens, row_sum(values))
+        return cls(values, ones, response, train, tokens, response_tokens, sequence_sum(values))
 
     @cached_property
     def real(self) -> Tensor:
@@ -120,11 +120,11 @@ def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
     excluded = 1.0 - count.clamp_max(1.0).reciprocal()
     both = [excluded + values, excluded - values]
     if values.ndim == 2:  # the maximum of no positions at all is an error
-        both = [some.amax(dim=-1) if some.shape[-1] else row_sum(some) - torch.inf for some in both]
+        both = [some.amax(dim=-1) if some.shape[-1] else sequence_sum(some) - torch.inf for some in both]
     return Extremes(*(some.double() for some in both))
 
 
-def row_sum(values: Tensor) -> Tensor:
+def sequence_sum(values: Tensor) -> Tensor:
     """Sum of each row ``[b, t]``, float64 ``[b]``."""
     # Thousands of float32 terms would lose the digits that tell a gap of 1e-5 from none.
     return values.sum(dim=-1, dtype=torch.float64)

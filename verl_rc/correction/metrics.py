@@ -9,7 +9,7 @@ from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Gap, Mome
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 SMALLEST_NORMALISER = 1e-8
-"""Mean weights up to this are not divided by."""
+"""Weights are not divided by a mean weight of this or less."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 _HISTOGRAM_OF_LEVEL = {"token": 0, "sequence": 1, "geometric": 2}
 _HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
@@ -25,7 +25,7 @@ class Numbers:
 
 
 def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[str, float]:
-    """All ``rollout_corr/*`` metrics of the rows behind ``numbers``. What was not there to be measured counts as 0."""
+    """All ``rollout_corr/*`` metrics of the sequences in ``numbers``; 0 where nothing was measured."""
     totals = numbers.totals
     metrics = {name: mean.value for name, mean in totals.means.items()}
     metrics |= _extremes("log_ppl_diff_", totals.log_ppl_diff)
@@ -50,7 +50,7 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
 
 
 def _extremes(prefix: str, extremes: Extremes[float]) -> dict[str, float]:
-    """``<prefix>max`` and ``<prefix>min``; 0 where there was nothing."""
+    """``<prefix>max`` and ``<prefix>min``; 0 without any value."""
     if extremes.largest == -math.inf:
         return {f"{prefix}max": 0.0, f"{prefix}min": 0.0}
     return {f"{prefix}max": extremes.largest, f"{prefix}min": -extremes.negated_smallest}
@@ -78,7 +78,7 @@ def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> d
 
 
 def _full_weight_metrics(numbers: Numbers, weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
-    """Raw and applied weights apart, at the estimator's level; effective sample sizes of every level; percentiles and tail."""
+    """Raw and applied weights at the estimator's level, effective sample sizes of all levels, percentiles and tail."""
     metrics = {}
     for kind, levels in (("applied", weights.applied), ("raw", weights.raw)):
         assert levels is not None
@@ -150,7 +150,7 @@ def _age_metrics(name: str, of_age: AgeTotals[float], tokens: float) -> dict[str
 
 
 def _gap_metrics(name: str, gap: Gap[float], tokens: float) -> dict[str, float]:
-    """Share of all tokens and gap of some of them; nothing where there are none."""
+    """A subset's share of all tokens, and its gap; empty for an empty subset."""
     if not gap.tokens:
         return {}
     return {

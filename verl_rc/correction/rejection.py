@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_rc.config.rejection_rules import BoundedRule, RejectionRule
 from verl_rc.config.rollout_correction import CorrectionSettings
-from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.totals import Mean, Moments, RuleTotals
 
 Means = dict[str, Mean[Tensor]]
@@ -15,8 +15,8 @@ Means = dict[str, Mean[Tensor]]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What is rejected of some rows, 1, else 0, by cause: the name of a rule, ``veto``, ``opsm`` or ``nonfinite``."""
+class Rejection:
+    """What each cause rejects (1, else 0). A cause is the name of a rule, ``veto``, ``opsm`` or ``nonfinite``."""
 
     tokens: dict[str, Tensor]
     """``[b, t]``: response tokens that are rejected by themselves."""
@@ -37,17 +37,17 @@ class Verdict:
         return self.kept_by_tokens * self.keep_rows
 
 
-def judge(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | None) -> Verdict:
-    """Judge every token and every row by itself. Rows without valid tokens are rejected only for log-probs that are not finite.
+def find_rejected(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | None) -> Rejection:
+    """Apply all rules to every token and sequence. Without valid tokens a sequence is rejected only for non-finite log-probs.
 
-    ``advantages`` ``[b, t]`` serve the rule that looks at their sign; ``ValueError`` when it misses them. Tokens without finite
-    log-probs are judged like a ratio of 1 under ``nonfinite_logprob=neutral``, and else by no rule.
+    ``advantages`` ``[b, t]`` are for the rule that depends on their sign; ``ValueError`` when they are missing. For tokens with
+    non-finite log-probs rules see a ratio of 1 under ``nonfinite_logprob=neutral``, and no rule applies otherwise.
     """
-    # Every cause looks at what was sampled, never at what another one has left: their order does not count.
+    # Every cause applies to all sampled tokens, not to what another one has left: their order does not matter.
     tokens, rows, statistics = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
     judged = ratio.response if settings.nonfinite == "neutral" else ratio.ones
     for rule in settings.rules:
-        statistic = statistics[rule.name] = statistic_of(rule.rule, ratio)
+        statistic = statistics[rule.name] = rule_statistic(rule.rule, ratio)
         outside = (statistic > rule.upper) | (statistic < rule.lower)
         if rule.rule.is_per_token:
             tokens[rule.name] = outside * judged
@@ -68,37 +68,37 @@ def judge(ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | No
         tokens["nonfinite"] = ratio.response - ratio.ones
     elif settings.nonfinite == "reject_sequence":
         rows["nonfinite"] = (ratio.tokens < ratio.response_tokens).double()
-    keep_tokens, keep_rows = _times(tokens, ratio.ones) == 0, _times(rows, ratio.tokens) == 0
-    return Verdict(tokens, rows, keep_tokens, keep_rows, row_sum(keep_tokens * ratio.response), statistics)
+    keep_tokens, keep_rows = _num_causes(tokens, ratio.ones) == 0, _num_causes(rows, ratio.tokens) == 0
+    return Rejection(tokens, rows, keep_tokens, keep_rows, sequence_sum(keep_tokens * ratio.response), statistics)
 
 
-def _times(causes: dict[str, Tensor], like: Tensor) -> Tensor:
+def _num_causes(causes: dict[str, Tensor], like: Tensor) -> Tensor:
     """How many of some causes reject each token, or each row."""
     return sum(causes.values(), torch.zeros_like(like))
 
 
-def statistic_of(rule: RejectionRule, ratio: LogRatio) -> Tensor:
-    """What a rule looks at: of tokens ``[b, t]``; or their sum, mean or maximum in each row ``[b]``, 0 for a row without any."""
+def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
+    """The statistic of a rule: per token ``[b, t]``, or its sum, mean or maximum in each sequence ``[b]``, 0 for an empty one."""
     of_tokens = ratio.divergence(rule.divergence)
     if rule.scope == "token":
         return of_tokens
     if rule.scope == "seq_max":
         return extremes(of_tokens, ratio.ones).largest.clamp_min(0.0)  # all of them are >= 0
-    total = row_sum(of_tokens)
+    total = sequence_sum(of_tokens)
     return total if rule.scope == "seq_sum" else ratio.mean(total)
 
 
-def rule_totals(rule: BoundedRule, ratio: LogRatio, verdict: Verdict) -> tuple[RuleTotals[Tensor], Means]:
+def rule_totals(rule: BoundedRule, ratio: LogRatio, rejection: Rejection) -> tuple[RuleTotals[Tensor], Means]:
     """What every row adds to the statistics of a rule, and to the metrics that are means or shares.
 
     Sums over tokens take the statistic of a ``seq_*`` rule for each token of the row.
     """
-    tokens, real, statistic = ratio.tokens, ratio.real, verdict.statistics[rule.name]
+    tokens, real, statistic = ratio.tokens, ratio.real, rejection.statistics[rule.name]
     # Clamped values are counted from the bound nearest to 0: those of two policies that agree add nothing, not even rounding.
     clamped = statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
     if rule.rule.is_per_token:
-        clamped, total, seen = clamped * ratio.ones, row_sum(statistic), extremes(statistic, ratio.ones)
-        row, moments = ratio.mean(total), Moments(row_sum(clamped), tokens, row_sum(clamped.square()))
+        clamped, total, seen = clamped * ratio.ones, sequence_sum(statistic), extremes(statistic, ratio.ones)
+        row, moments = ratio.mean(total), Moments(sequence_sum(clamped), tokens, sequence_sum(clamped.square()))
         above, below = ratio.count(torch.gt, statistic, rule.upper), ratio.count(torch.lt, statistic, rule.lower)
         judged, rejected = tokens, above + below
     else:
@@ -124,31 +124,31 @@ def rule_totals(rule: BoundedRule, ratio: LogRatio, verdict: Verdict) -> tuple[R
     return RuleTotals(moments, seen, of_rows, extremes(row, tokens)), means
 
 
-def rejection_means(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings) -> Means:
+def rejection_means(ratio: LogRatio, rejection: Rejection, settings: CorrectionSettings) -> Means:
     """Shares of tokens and rows that are rejected, by all causes together and by those beside the rules."""
     means: Means = {}
-    response, kept, answered = ratio.response_tokens, verdict.kept, ratio.response_tokens.clamp_max(1.0)
+    response, kept, answered = ratio.response_tokens, rejection.kept, ratio.response_tokens.clamp_max(1.0)
     if settings.rejects:
         means["rollout_rs_masked_fraction"] = Mean(response - kept, response)
         means["rollout_rs_seq_masked_fraction"] = Mean(kept < response, answered)
         means["rollout_rs_seq_rejected_fraction"] = Mean(answered * (kept == 0), answered)
     if settings.log_veto is not None:
         vetoing = ratio.count(torch.lt, ratio.values, settings.log_veto)
-        means["rollout_is_veto_fraction"] = Mean(verdict.rows["veto"], ratio.real)
+        means["rollout_is_veto_fraction"] = Mean(rejection.rows["veto"], ratio.real)
         means["rollout_is_catastrophic_token_fraction"] = Mean(vetoing, ratio.tokens)
     if settings.opsm_threshold is not None:
-        rejected = row_sum(verdict.tokens["opsm"])
+        rejected = sequence_sum(rejection.tokens["opsm"])
         means["rollout_rs_opsm_masked_fraction"] = Mean(rejected, response)
         means["rollout_rs_opsm_seq_masked_fraction"] = Mean(rejected > 0, answered)
     return means
 
 
-def exclusive_fractions(ratio: LogRatio, verdict: Verdict) -> Means:
+def exclusive_fractions(ratio: LogRatio, rejection: Rejection) -> Means:
     """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that several reject."""
     # A token is lost by itself or with its row: a cause is alone where it is the only one at both levels.
-    once_tokens, once_rows = _times(verdict.tokens, ratio.ones) == 1, _times(verdict.rows, ratio.tokens) == 1
-    only = {name: verdict.kept_by_tokens * rejected * once_rows for name, rejected in verdict.rows.items()}
-    only |= {name: verdict.keep_rows * row_sum(rejected * once_tokens) for name, rejected in verdict.tokens.items()}
+    once_tokens, once_rows = _num_causes(rejection.tokens, ratio.ones) == 1, _num_causes(rejection.rows, ratio.tokens) == 1
+    only = {name: rejection.kept_by_tokens * rejected * once_rows for name, rejected in rejection.rows.items()}
+    only |= {name: rejection.keep_rows * sequence_sum(rejected * once_tokens) for name, rejected in rejection.tokens.items()}
     response = ratio.response_tokens
     fractions = {f"rollout_rs_{name}_exclusive_fraction": Mean(alone, response) for name, alone in only.items()}
-    return {**fractions, "rollout_rs_overlap_fraction": Mean(response - verdict.kept - sum(only.values()), response)}
+    return {**fractions, "rollout_rs_overlap_fraction": Mean(response - rejection.kept - sum(only.values()), response)}

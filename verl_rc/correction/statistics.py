@@ -1,4 +1,4 @@
-"""Mergeable statistics: what some rows add up to, merged over micro-batches and ranks without loss."""
+"""Mergeable statistics: sums over sequences that are added over micro-batches and ranks without loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
 from verl_rc.correction.by_age import buckets, gap, totals_by_age
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
-from verl_rc.correction.rejection import Means, Verdict, exclusive_fractions, rejection_means, rule_totals
-from verl_rc.correction.rows import RowContext
+from verl_rc.correction.rejection import Means, Rejection, exclusive_fractions, rejection_means, rule_totals
+from verl_rc.correction.sequences import SequenceContext
 from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Mean, Moments, Totals, map_totals
 from verl_rc.correction.weights import Weights, weight_totals
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
@@ -43,7 +43,7 @@ class CorrectionStatistics:
     """The record itself, with 0 in place of every number."""
 
     @classmethod
-    def from_rows(cls, rows: Totals[Tensor], histograms: Tensor) -> "CorrectionStatistics":
+    def from_sequences(cls, rows: Totals[Tensor], histograms: Tensor) -> "CorrectionStatistics":
         """Statistics of what every row adds: columns ``[B]``."""
         sums: list[Tensor] = []
         maxima: list[Tensor] = []
@@ -63,7 +63,7 @@ class CorrectionStatistics:
         return self._filled(self.sums.unbind(), self.maxima.unbind())[0]
 
     def numbers(self) -> Numbers:
-        """Everything as Python numbers, read from the device in one copy, whoever asks how often."""
+        """All statistics as Python numbers; read from the device once, in one copy."""
         return self._numbers
 
     @cached_property
@@ -95,23 +95,23 @@ class CorrectionStatistics:
         return replace(self, sums=sums, maxima=maxima)
 
 
-def row_totals(
-    ratio: LogRatio, verdict: Verdict, weights: Weights | None, settings: CorrectionSettings, facts: RowContext
+def sequence_totals(
+    ratio: LogRatio, rejection: Rejection, weights: Weights | None, settings: CorrectionSettings, facts: SequenceContext
 ) -> Totals[Tensor]:
     """What every row adds, ``[b]``."""
-    means = _gap_means(ratio) | rejection_means(ratio, verdict, settings)
+    means = _gap_means(ratio) | rejection_means(ratio, rejection, settings)
     of_weights, rules, full = None, {}, None
     if settings.weights is not None and weights is not None:
         of_weights, shares = weight_totals(weights, settings.weights, ratio, full=settings.full)
         means |= shares
     for rule in settings.rules:
-        rules[rule.name], shares = rule_totals(rule, ratio, verdict)
+        rules[rule.name], shares = rule_totals(rule, ratio, rejection)
         means |= shares
     by_age: tuple[AgeTotals[Tensor], ...] = ()
     age: Extremes[Tensor] | None = None
     if (ages := facts.ages(ratio.response)) is not None:
-        by_age, age = totals_by_age(ratio, ages, verdict, weights), extremes(ages, ratio.ones)
-        means["token_age_mean"] = Mean(row_sum(ages * ratio.ones), ratio.tokens)
+        by_age, age = totals_by_age(ratio, ages, rejection, weights), extremes(ages, ratio.ones)
+        means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), ratio.tokens)
     if settings.full:
         means["log_ratio_exact_fraction"] = Mean(ratio.count(torch.eq, ratio.values, 0.0), ratio.tokens)
         means["safety_clamped_seq_fraction"] = Mean(ratio.sums.abs() > LOG_RATIO_BOUND, ratio.real)
@@ -119,20 +119,20 @@ def row_totals(
         begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
         full = FullTotals(
             log_ratio=extremes(ratio.values, ratio.ones),
-            token_ratios=Moments(row_sum(ratio.excess), ratio.tokens, vecdot(ratio.excess, ratio.excess)),
+            token_ratios=Moments(sequence_sum(ratio.excess), ratio.tokens, vecdot(ratio.excess, ratio.excess)),
             row_ratios=Moments(product, ratio.real, product.square()),
             turns=tuple(gap(ratio, here * ratio.ones) for here in buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)),
-            splits=_splits(ratio, verdict, settings, facts),
+            splits=_splits(ratio, rejection, settings, facts),
         )
     difference = extremes(-ratio.mean(ratio.sums), ratio.tokens)
-    return Totals(ratio.tokens, verdict.kept, verdict.kept > 0, means, difference, of_weights, rules, by_age, age, full)
+    return Totals(ratio.tokens, rejection.kept, rejection.kept > 0, means, difference, of_weights, rules, by_age, age, full)
 
 
 def _gap_means(ratio: LogRatio) -> Means:
     """How far the policies are apart, before any weight or rule."""
     tokens, real, response = ratio.tokens, ratio.real, ratio.response_tokens
-    excess, square = row_sum(ratio.excess), vecdot(ratio.excess, ratio.excess)
-    train, difference = ratio.mean(row_sum(ratio.train)), -ratio.mean(ratio.sums)
+    excess, square = sequence_sum(ratio.excess), vecdot(ratio.excess, ratio.excess)
+    train, difference = ratio.mean(sequence_sum(ratio.train)), -ratio.mean(ratio.sums)
     rollout = train + difference
     return {
         "training_ppl": Mean(real * (-train).exp(), real),
@@ -144,7 +144,7 @@ def _gap_means(ratio: LogRatio) -> Means:
         "ppl_ratio": Mean(real * difference.exp(), real),
         "kl": Mean(-ratio.sums, tokens),
         # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
-        "k3_kl": Mean((excess - row_sum(ratio.bounded)).clamp_min(0.0), tokens),
+        "k3_kl": Mean((excess - sequence_sum(ratio.bounded)).clamp_min(0.0), tokens),
         # rho^2 - 1 from rho - 1: exact near 0, and no second exponential.
         "chi2_token": Mean(square + 2.0 * excess, tokens),
         "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(ratio.sums)), real),
@@ -153,15 +153,15 @@ def _gap_means(ratio: LogRatio) -> Means:
     }
 
 
-def _splits(ratio: LogRatio, verdict: Verdict, settings: CorrectionSettings, facts: RowContext) -> Means:
+def _splits(ratio: LogRatio, rejection: Rejection, settings: CorrectionSettings, facts: SequenceContext) -> Means:
     """What each cause rejects alone; share of tokens kept by length of the response, sign of the advantage and correctness;
     scores of kept and of rejected rows."""
-    splits = exclusive_fractions(ratio, verdict) if settings.rejects else {}
+    splits = exclusive_fractions(ratio, rejection) if settings.rejects else {}
     if facts.advantages is not None:
         for name, found in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
-            kept = verdict.keep_rows * row_sum(found * verdict.keep_tokens * ratio.response)
-            splits[f"kept_fraction_{name}_advantage"] = Mean(kept, row_sum(found * ratio.response))
-    response, kept = ratio.response_tokens, verdict.kept
+            kept = rejection.keep_rows * sequence_sum(found * rejection.keep_tokens * ratio.response)
+            splits[f"kept_fraction_{name}_advantage"] = Mean(kept, sequence_sum(found * ratio.response))
+    response, kept = ratio.response_tokens, rejection.kept
     groups = {f"length_le_{edge}": (response > low) & (response <= edge) for low, edge in pairwise((0, *LENGTH_EDGES))}
     groups[f"length_gt_{LENGTH_EDGES[-1]}"] = response > LENGTH_EDGES[-1]
     if facts.scores is not None:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Extremes(Generic[T]):
-    """Largest and smallest value: the only numbers that do not add up, of which the largest counts; -inf: nothing was seen."""
+    """Largest and smallest value; merged by maximum, not by sum. -inf: no value."""
 
     largest: T
     # Negated, so that one maximum over rows, parts and ranks serves both.

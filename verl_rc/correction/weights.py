@@ -9,7 +9,7 @@ from torch.linalg import vecdot
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
 from verl_rc.correction.rejection import Means
 from verl_rc.correction.totals import Mean, Moments, WeightLevels, WeightSums, WeightTotals
 from verl_rc.tensor_ops import bound_log_ratio
@@ -17,10 +17,9 @@ from verl_rc.tensor_ops import bound_log_ratio
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights ``w`` of some rows as ``w - 1``, float64: exact near 1, where most of them are.
+    """Weights ``w`` of a chunk, stored as ``w - 1`` in float64: exact near 1, where most of them are.
 
-    ``[b, t]``, and 0 where no token is valid, for levels at which every token has a weight; ``[b]`` for those at which all tokens
-    of a row share one.
+    ``[b, t]`` for levels with a weight per token, 0 where no token is valid; ``[b]`` for levels with a weight per sequence.
     """
 
     logs: Tensor
@@ -34,7 +33,7 @@ class Weights:
 
 
 def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights | None:
-    """``exp`` of a log-weight within ±``LOG_RATIO_BOUND``, then the threshold; None: none are asked for. Log-weights by level:
+    """``exp`` of a log-weight within ±``LOG_RATIO_BOUND``, then the threshold; None: no weights. Log-weights by level:
 
     token: ``l_t``, which corrects the action but not the states. prefix: ``sum_{s<=t} l_s``, which corrects both (per-decision
     importance sampling: Precup, Sutton and Singh 2000). sequence: ``sum_t l_t``, the unbiased ratio of whole responses.
@@ -78,11 +77,11 @@ def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
 def weight_totals(
     weights: Weights, settings: WeightSettings, ratio: LogRatio, *, full: bool
 ) -> tuple[WeightTotals[Tensor], Means]:
-    """What every row adds to the statistics of weights, and to the metrics that are shares."""
+    """What each sequence adds to the weights' statistics, and to the metrics that are shares."""
     threshold, tokens, real = settings.threshold, ratio.tokens, ratio.real
     applied = _levels(weights.excess, ratio)
     raw = _levels(weights.raw_excess, ratio) if full or settings.is_per_row else None
-    row_raw = weights.raw_excess if settings.is_per_row else ratio.mean(row_sum(weights.raw_excess))
+    row_raw = weights.raw_excess if settings.is_per_row else ratio.mean(sequence_sum(weights.raw_excess))
     rows_high, rows_low = real * (row_raw > threshold.upper - 1.0), real * (row_raw < threshold.reciprocal_lower - 1.0)
     if settings.is_per_row:
         high, low, judged, outside = rows_high, rows_low, real, tokens * (rows_high + rows_low)
@@ -103,33 +102,33 @@ def weight_totals(
 
 
 def _levels(excess: Tensor, ratio: LogRatio) -> WeightLevels[Tensor]:
-    """What every row adds whose weights less 1 are ``excess``, ``[b, t]`` or, shared by all tokens of a row, ``[b]``."""
+    """What each sequence adds. ``excess`` is ``w - 1``: ``[b, t]``, or ``[b]`` with one weight per sequence."""
     if excess.ndim == 1:
-        return WeightLevels(_sums_of_rows(excess, ratio.tokens), _sums_of_rows(excess, ratio.real))
+        return WeightLevels(_sums_of_sequences(excess, ratio.tokens), _sums_of_sequences(excess, ratio.real))
     tokens = sums_of_tokens(excess, ratio.precise_ones)
-    return WeightLevels(tokens, _sums_of_rows(ratio.mean(tokens.excess.total), ratio.real))
+    return WeightLevels(tokens, _sums_of_sequences(ratio.mean(tokens.excess.total), ratio.real))
 
 
 def sums_of_tokens(excess: Tensor, ones: Tensor) -> WeightSums[Tensor]:
-    """What every row adds whose tokens' weights less 1 are ``excess``; float64 ``[b, t]``, as ``ones`` 0 where none counts."""
+    """What each sequence adds. ``excess`` is ``w - 1`` per token, ``ones`` 1 for tokens that count; float64 ``[b, t]``."""
     w = excess + ones
-    moments = Moments(row_sum(excess), row_sum(ones), vecdot(excess, excess))
+    moments = Moments(sequence_sum(excess), sequence_sum(ones), vecdot(excess, excess))
     return WeightSums(moments, vecdot(w, w), extremes(w, ones))
 
 
-def _sums_of_rows(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
-    """What every row adds whose weight less 1 is ``excess`` ``[B]`` and counts ``count`` ``[B]`` times."""
+def _sums_of_sequences(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
+    """What each sequence adds, with ``w - 1 = excess`` ``[B]`` counted ``count`` ``[B]`` times."""
     w = excess + 1.0
     moments = Moments(count * excess, count, count * excess.square())
     return WeightSums(moments, count * w.square(), extremes(w, count))
 
 
 def with_prompts(weights: WeightTotals[Tensor], group_slots: Tensor) -> WeightTotals[Tensor]:
-    """And what every prompt adds, ``[B]``: its weight is the mean over those of its rows that have valid tokens."""
+    """Adds the level of prompts, ``[B]``: a prompt's weight is the mean over its sequences with valid tokens."""
 
     def of_prompts(levels: WeightLevels[Tensor]) -> WeightLevels[Tensor]:
         rows = levels.rows.excess
         count, total = (torch.zeros_like(column).index_add_(0, group_slots, column) for column in (rows.count, rows.total))
-        return replace(levels, prompts=_sums_of_rows(total / count.clamp_min(1.0), count.clamp_max(1.0)))
+        return replace(levels, prompts=_sums_of_sequences(total / count.clamp_min(1.0), count.clamp_max(1.0)))
 
     return WeightTotals(of_prompts(weights.applied), None if weights.raw is None else of_prompts(weights.raw))

@@ -27,7 +27,7 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "old_log_probs": (torch.float32, "BR"),
     "ref_log_prob": (torch.float32, "BR"),
     "log_probs": (torch.float32, "BR"),
-    "entropys": (torch.float32, "BR"),
+    "entropies": (torch.float32, "BR"),
     "sum_pi_squared": (torch.float32, "BR"),
     "critic_values": (torch.float32, "BR"),
     "old_values": (torch.float32, "BR"),
@@ -147,7 +147,7 @@ class PolicyEvaluations(TensorClass):
     old_log_probs: Tensor
     """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the step); in bypass mode
     the rollout policy takes its place."""
-    entropys: Tensor | None = None
+    entropies: Tensor | None = None
     """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None in bypass mode."""
     sum_pi_squared: Tensor | None = None
     """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when no estimator needs it."""
@@ -215,7 +215,7 @@ class TokenScores:
 
     log_probs: Tensor
     """float32 ``[B, R]``, nats."""
-    entropys: Tensor | None
+    entropies: Tensor | None
     """float32 ``[B, R]``, nats; None when not asked for."""
     sum_pi_squared: Tensor | None = None
     """float32 ``[B, R]``: sum over the vocabulary of squared probabilities; None when not asked for."""

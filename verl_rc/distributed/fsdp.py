@@ -11,7 +11,9 @@ def shard_model(
     model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool = True
 ) -> FSDPModule:
     """Shard ``model`` over the data-parallel mesh, one unit per transformer layer, reducing gradients in fp32."""
+    # Gradients are summed in float32: a sum over ranks in bfloat16 loses small contributions.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Layers first: the last call takes the parameters that no layer has taken (embeddings, norm, head).
     for layer in transformer_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)

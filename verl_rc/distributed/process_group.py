@@ -1,4 +1,4 @@
-"""The trainer's ranks as one: meeting, joining the process group, laid out as a data-parallel mesh, reducing over it."""
+"""Process group of the trainer ranks: rendezvous, data-parallel mesh and reductions over it."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: timedelta) -> dist.TCPStore:
     """Serve, or connect to, a key-value store; the server listens at ``host`` alone.
 
-    torch would listen on every interface, and whoever reaches a store can write into it.
+    torch would listen on every interface, and every process that reaches a store can write into it.
     """
     if not is_server:
         return dist.TCPStore(host, port, world_size, False, timeout, wait_for_workers=True)
@@ -23,6 +23,7 @@ def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: 
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen()
+    # detach(): the store closes the descriptor, Python must not close it too.
     return dist.TCPStore(host, port, world_size, True, timeout, wait_for_workers=True, master_listen_fd=listener.detach())
 
 
@@ -57,6 +58,7 @@ def join_trainer_group(address: RankAddress, device: torch.device, timeout_secon
     )
     if device.type == "cuda":
         torch.cuda.set_device(address.local_rank)
+    # Tensors of both kinds are reduced beside GPUs; "cpu:gloo,cpu:gloo" is refused as a duplicate.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     store = open_store(address.master_host, address.master_port, address.world_size, address.rank == 0, timeout)

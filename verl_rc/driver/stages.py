@@ -24,7 +24,7 @@ from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
+from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 
 
 def evaluate(services: Services, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
@@ -53,7 +53,7 @@ def _proximal_policy(services: Services, rollouts: RolloutBatch, record: StepRec
     scores = answer.result
     return PolicyEvaluations(
         old_log_probs=scores.log_probs,
-        entropys=scores.entropys,
+        entropies=scores.entropies,
         sum_pi_squared=scores.sum_pi_squared,
         batch_size=rollouts.batch_size,
     )
@@ -84,8 +84,8 @@ def judge_gap(services: Services, state: RunState, gap: LogProbGap, record: Step
     if not services.config.async_training.is_synchronous:
         record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum})
         return state.rollout_gap_limit
-    limit = services.gap_limit.in_force(state.rollout_gap_limit)
-    calibrated = services.gap_limit.after(gap, state.rollout_gap_limit, "this step's rollouts")
+    limit = services.gap_limit.limit(state.rollout_gap_limit)
+    calibrated = services.gap_limit.calibrate(gap, state.rollout_gap_limit, "this step's rollouts")
     record.add({"sync/rollout_gap_mean": gap.mean, "sync/rollout_gap_max": gap.maximum, "sync/gap_limit": limit})
     return calibrated
 
@@ -170,10 +170,10 @@ def update_actor(
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     judged = correction.bypass_mode and services.config.async_training.is_synchronous
-    limit = services.gap_limit.in_force(state.rollout_gap_limit) if judged else None
-    order = UpdateOrder(control.correction(correction), policy_version=state.step, gap_limit=limit)
+    limit = services.gap_limit.limit(state.rollout_gap_limit) if judged else None
+    request = UpdateRequest(control.correction(correction), policy_version=state.step, gap_limit=limit)
     with record.stage("update_actor"):
-        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), order)
+        answer = services.actor.update(batch, mini_batches, actor_limit(services.config), request)
     record.add_busy("update_actor", answer.busy_seconds)
     report = answer.result
     record.add_records(report.metrics)

@@ -47,8 +47,8 @@ def train(services: Services, state: RunState) -> None:
         with record.stage("adv"):
             scored = build_train_batch(samples, evaluations, algorithm, control, state.step)
         stages.describe_batch(services, samples, evaluations, scored, control, record)
-        state.control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).moved
-        state.rewards = state.rewards.observed(samples.scores, trainer.alerts.reward_window)
+        state.control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).state
+        state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
         if guards.may_train(services, state.rewards, samples, scored, record, step):
             update(services, state, scored.batch, evaluations, record)
         else:
@@ -86,7 +86,7 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
     state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", norms, limit)
     if report.correction is not None and report.gap is not None:  # bypass mode: the actor has corrected
         stages.describe_correction(services, report.correction, control, record)
-        state.control = control.after_correction(report.correction).moved
+        state.control = control.after_correction(report.correction).state
         state.rollout_gap_limit = stages.judge_gap(services, state, report.gap, record)
         guards.check_mismatch(services, record, step)
 

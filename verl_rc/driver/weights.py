@@ -143,7 +143,7 @@ def judge_canary(services: Services, limit: float | None, version: int, record: 
         check_versions(rollouts, expected_version=version)
         scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config)).result
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
-        limit = services.gap_limit.after(gap, limit, f"canary tokens of rollout engine {engine} at weight version {version}")
+        limit = services.gap_limit.calibrate(gap, limit, f"canary tokens of rollout engine {engine} at weight version {version}")
         gaps.append(gap)
     record.add({"sync/canary_mean_gap": max(gap.mean for gap in gaps), "sync/canary_max_gap": max(gap.maximum for gap in gaps)})
     return limit

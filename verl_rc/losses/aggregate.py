@@ -26,7 +26,7 @@ class Aggregation:
     Attributes:
         mode: one of `AGGREGATION_MODES` (`actor_rollout_ref.actor.loss_agg_mode`).
         num_tokens: tokens of the mini-batch, > 0; the divisor of ``token-mean``.
-        num_sequences: rows of the mini-batch with at least one token, > 0; the divisor of the ``seq-mean`` modes.
+        num_sequences: sequences of the mini-batch with at least one token, > 0; the divisor of the ``seq-mean`` modes.
         loss_scale_factor: constant divisor of ``seq-mean-token-sum-norm``, in tokens, > 0; None means the padded width.
     """
 
@@ -76,15 +76,15 @@ def aggregate_loss(
 ) -> Tensor:
     """Averages token losses; micro-batches that share the denominators add up to the loss of their union.
 
-    With l the losses, m the mask, d the denominator mask, N the tokens and S the rows of the whole mini-batch:
+    With l the losses, m the mask, d the denominator mask, N the tokens and S the sequences of the whole mini-batch:
 
     - ``token-mean``: Σ m l / N (DAPO, arXiv:2503.14476)
     - ``token-sum``: Σ m l
     - ``seq-mean-token-sum``: Σ m l / S
-    - ``seq-mean-token-mean``: Σ_rows (Σ_t m l / Σ_t d) / S (GRPO, arXiv:2402.03300)
+    - ``seq-mean-token-mean``: Σ_sequences (Σ_t m l / Σ_t d) / S (GRPO, arXiv:2402.03300)
     - ``seq-mean-token-sum-norm``: Σ m l / (S · loss_scale_factor) (Dr. GRPO, arXiv:2503.20783)
 
-    Averaging over ranks is the caller's business: where the gradients of D ranks are averaged, multiply by D. Tokens
+    The caller averages over ranks: where the gradients of D ranks are averaged, multiply by D. Tokens
     outside the mask are cut, so that NaN there is harmless; with nothing in the mask the result is a zero that is still
     attached to the graph. A denominator of 0 counts as 1.
 
@@ -95,7 +95,7 @@ def aggregate_loss(
         denominator_mask: [B, T]; tokens that are counted in the denominators, `mask` when None. Handing in the mask
             from before rejection keeps a kept token's gradient independent of how many others were rejected.
         num_tokens: N; Σ d when None.
-        num_sequences: S; rows with Σ_t d > 0 when None.
+        num_sequences: S; sequences with Σ_t d > 0 when None.
         loss_scale_factor: tokens, > 0; the padded width T when None.
 
     Returns:
@@ -106,29 +106,37 @@ def aggregate_loss(
     """
     if mode not in AGGREGATION_MODES:
         raise ValueError(f"the aggregation mode must be one of {', '.join(AGGREGATION_MODES)}; got {mode!r}")
+    # Two masks: if rejected tokens left the denominator too, every kept token would get a larger gradient.
     counted = mask if denominator_mask is None else denominator_mask
     if token_loss.ndim != 2 or token_loss.shape != mask.shape or counted.shape != mask.shape:
         raise ValueError(
             f"token_loss, mask and denominator_mask must be [B, T] of one shape; got {tuple(token_loss.shape)}, "
             f"{tuple(mask.shape)} and {tuple(counted.shape)}"
         )
+    # Cut by where, not by a product: 0 * NaN is NaN, and padding would poison the sum. A sum in bfloat16
+    # would come back rounded to 8 significant bits.
     token_loss = token_loss.where(mask.bool(), 0).to(torch.promote_types(token_loss.dtype, torch.float32))
     counted = counted.bool()
     if mode == "token-sum":
         return token_loss.sum()
     if mode == "token-mean":
         return token_loss.sum() / _positive(counted.sum() if num_tokens is None else num_tokens, token_loss)
-    row_tokens = counted.sum(dim=-1)
+    sequence_tokens = counted.sum(dim=-1)
+    # Divided sequence by sequence before the sum: a short answer weighs as much as a long one (GRPO).
     if mode == "seq-mean-token-mean":
-        token_loss = token_loss / row_tokens.clamp(min=1).unsqueeze(-1)
+        token_loss = token_loss / sequence_tokens.clamp(min=1).unsqueeze(-1)
+    # One constant for all sequences: their own length as divisor gives tokens of long wrong answers a
+    # smaller penalty (the length bias that Dr. GRPO removes).
     if mode == "seq-mean-token-sum-norm":
         token_loss = token_loss / (token_loss.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    sequences = row_tokens.count_nonzero() if num_sequences is None else num_sequences
+    # Padding sequences have no tokens; counted, they would shrink the loss.
+    sequences = sequence_tokens.count_nonzero() if num_sequences is None else num_sequences
     return token_loss.sum() / _positive(sequences, token_loss)
 
 
 def _positive(count: Count, like: Tensor) -> Tensor:
     """Turns a count into a divisor; an empty mini-batch divides its zero by one."""
+    # A tensor comparison: in Python, `if count` would make the host wait for a count on a device.
     divisor = torch.as_tensor(count, dtype=like.dtype, device=like.device)
     return divisor.where(divisor > 0, torch.ones_like(divisor))
 
@@ -141,7 +149,7 @@ class LossMetric:
 
     Attributes:
         numerator: 0-d float64, detached; the sum of the measured quantity, in that quantity's unit.
-        denominator: 0-d float64, detached; the number of tokens or rows that were summed.
+        denominator: 0-d float64, detached; the number of tokens or sequences that were summed.
     """
 
     numerator: Tensor
@@ -164,4 +172,6 @@ def token_metric(values: Tensor, mask: Tensor) -> LossMetric:
         mask: [B, T] bool.
     """
     values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    # float64, so that it does not matter how a mini-batch is cut: float32 holds whole numbers only up to
+    # 2**24, and partial sums are added over all micro-batches and ranks.
     return LossMetric(masked_sum(values, mask).to(torch.float64), mask.sum().to(torch.float64))

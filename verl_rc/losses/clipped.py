@@ -36,6 +36,7 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
         `actor/pg_clipfrac_lower` (share of tokens where c acts), those of `ppo_kl_metrics`.
     """
+    # For A < 0 the larger surrogate grows with the ratio without limit; dual clip holds it at −A c.
     unclipped, clipped = surrogates(inputs, inputs.log_ratio.exp())
     surrogate, bound = torch.maximum(unclipped, clipped), -inputs.advantages * inputs.parameters.clip_ratio_c
     negative = inputs.advantages < 0
@@ -50,8 +51,8 @@ def ppo_clip_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """The clipped surrogate on the ratio of a whole sequence (GSPO, arXiv:2507.18071); the loss mode ``gspo``.
 
-    s = exp(mean over the row of log(current / old)); per token log s_t = lp − sg(lp) + sg(log s), so that every token
-    carries the row's ratio and its own gradient; ``w · max(−A s_t, −A clip(s_t, 1 − ε_low, 1 + ε_high))``. The mean
+    s = exp(mean over the sequence of log(current / old)); per token log s_t = lp − sg(lp) + sg(log s), so that every token
+    carries the ratio of its sequence and its own gradient; ``w · max(−A s_t, −A clip(s_t, 1 − ε_low, 1 + ε_high))``. The mean
     runs over `response_mask`: rejecting a token removes its term and leaves s as it is. Weights multiply per token.
     The paper averages ``seq-mean-token-mean``; here the mode asked for is used.
 
@@ -59,10 +60,14 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens whose clipped branch is the larger one),
         `actor/pg_clipfrac_lower` (0), `actor/ppo_kl` (mean of old − current, nats).
     """
-    row_tokens = inputs.response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    sequence_tokens = inputs.response_mask.sum(dim=-1, keepdim=True).clamp(min=1)
     log_ratio = inputs.log_probs - inputs.old_log_probs
-    log_sequence_ratio = log_ratio.detach().sum(dim=-1, keepdim=True) / row_tokens
+    # Detached: the gradient of a token must go through its own log-prob only. With the mean in the graph
+    # every token would get the sequence's gradient (GSPO-token in the paper).
+    log_sequence_ratio = log_ratio.detach().sum(dim=-1, keepdim=True) / sequence_tokens
+    # 0 in value and 1 in gradient.
     own_gradient = inputs.log_probs - inputs.log_probs.detach()
+    # The bound is verl's. e^10 = 22,026; without a bound exp overflows float32 from 88.8 nats on.
     ratio = (own_gradient + log_sequence_ratio).clamp(max=LOG_SEQUENCE_RATIO_MAX).exp()
     unclipped, clipped = surrogates(inputs, ratio)
     return inputs.reduce(torch.maximum(unclipped, clipped)), {
@@ -76,13 +81,13 @@ def gspo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """Geometric-mean policy optimisation (GMPO, arXiv:2507.20673); the loss mode ``geo_mean``.
 
-    Per row ``−mean(A) · exp(mean(d'))`` with d = log(current / old) and d' = d cut to ε_high from above where A > 0 and
-    to −ε_low from below where A < 0; then the mean over rows, whatever the aggregation's mode.
+    Per sequence ``−mean(A) · exp(mean(d'))`` with d = log(current / old) and d' = d cut to ε_high from above where A > 0 and
+    to −ε_low from below where A < 0; then the mean over sequences, in every aggregation mode.
 
     Both means run over `response_mask`, so rejecting a token does not change the ratio: the token only loses its
-    gradient. A row with every token rejected leaves the sum. The row's importance weight is exp(mean(log(w + 1e-10)))
+    gradient. A sequence with every token rejected leaves the sum. Its importance weight is exp(mean(log(w + 1e-10)))
     over kept tokens; a token whose weight is 0 (outside an IcePop band) counts as rejected, where the formula taken
-    literally would shrink the whole row.
+    literally would shrink the whole sequence.
 
     Returns:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with d outside [−ε_low, ε_high] and A > 0),
@@ -90,18 +95,22 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     """
     kept, weights = inputs.loss_mask, inputs.rollout_is_weights
     if weights is not None:
+        # log(0 + 1e-10) = −23 nats in a single token would pull down the weight of the whole sequence.
         kept = kept & (weights > 0)
     log_ratio = inputs.log_ratio
+    # Rejected tokens stay in the mean, so that the ratio does not change, and lose only their gradient.
     log_ratio = log_ratio.where(kept, log_ratio.detach())
     low, high = inputs.parameters.clip_bounds
     clamped = log_ratio.clamp(-low, high)
     sign = inputs.advantages.sign()
+    # The minimum for A > 0, the maximum for A < 0: clipped only where the advantage pushes further away.
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    row_loss = -_row_mean(inputs.advantages, inputs.response_mask) * _row_mean(pessimistic, inputs.response_mask).exp()
+    ratio = _sequence_mean(pessimistic, inputs.response_mask).exp()
+    sequence_loss = -_sequence_mean(inputs.advantages, inputs.response_mask) * ratio
     if weights is not None:
-        row_loss = row_loss * _row_mean((weights + WEIGHT_FLOOR).log(), kept).exp()
+        sequence_loss = sequence_loss * _sequence_mean((weights + WEIGHT_FLOOR).log(), kept).exp()
     loss = inputs.aggregation.with_mode("seq-mean-token-sum").reduce(
-        row_loss, kept.any(dim=-1, keepdim=True), inputs.denominator_mask.any(dim=-1, keepdim=True)
+        sequence_loss, kept.any(dim=-1, keepdim=True), inputs.denominator_mask.any(dim=-1, keepdim=True)
     )
     outside = log_ratio.detach() != clamped.detach()
     return loss, {
@@ -111,8 +120,8 @@ def geo_mean_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     }
 
 
-def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each row's tokens in `mask`: [B, 1]; 0 for a row without any."""
+def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the tokens in `mask` of each sequence: [B, 1]; 0 without any."""
     return (masked_row_sums(values, mask) / mask.sum(dim=-1).clamp(min=1)).unsqueeze(-1)
 
 
@@ -131,6 +140,7 @@ def sapo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     ratio = inputs.log_ratio.exp()
     positive = ratio.new_full((), inputs.parameters.tau_pos)
     temperature = positive.where(inputs.advantages > 0, ratio.new_full((), inputs.parameters.tau_neg))
+    # The sigmoid has the slope 1/4 at 0: 4 / τ makes the slope at r = 1 that of the surrogate.
     gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
     none_clipped = inputs.mean_over_tokens(torch.zeros_like(ratio))
     loss = inputs.reduce(-inputs.advantages * gate, inputs.aggregation.with_mode("seq-mean-token-mean"))

@@ -9,6 +9,7 @@ from verl_rc.losses.aggregate import LossMetric
 from verl_rc.losses.clipped import surrogates
 from verl_rc.losses.inputs import CovarianceStatistics, LossMetrics, PolicyLossInputs, register_policy_loss
 
+# A signed number of 32 bits above 31 bits of hash fits an int64.
 _HASH_BITS = 31
 _NOT_SELECTABLE = torch.iinfo(torch.int64).min
 
@@ -104,6 +105,7 @@ def selection_threshold(scores: Tensor, size: Tensor) -> Tensor:
     Returns:
         0-d, int64; the smallest int64 when fewer than `size` tokens can be selected, which selects them all.
     """
+    # sort and gather: topk needs its k on the host, which would wait for the device.
     ordered: Tensor = scores.flatten().sort(descending=True).values
     return ordered.gather(0, (size - 1).clamp(max=ordered.numel() - 1).reshape(1)).squeeze(0)
 
@@ -128,9 +130,10 @@ def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
 
 
 def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
-    """How much of each token is selected, [B, T], in [0, 1]: 0 or 1, but for tokens that nothing tells apart."""
+    """How much of each token is selected, [B, T], in [0, 1]; a fraction only for tokens with equal scores at the threshold."""
     statistics = inputs.covariance_statistics
     if statistics is None:
+        # For a mini-batch given whole, as in a notebook; the trainer hands in statistics over all ranks.
         advantage, log_prob = covariance_means(inputs)
         scores = selection_scores(name, inputs, advantage.mean(), log_prob.mean())
         size = selection_size(name, inputs, inputs.loss_mask.sum())
@@ -144,16 +147,21 @@ def _selected(name: str, inputs: PolicyLossInputs) -> Tensor:
 
 def _token_hash(inputs: PolicyLossInputs) -> Tensor:
     """A pseudo-random number of `_HASH_BITS` bits per token, int64 [B, T], from what does not change during an update."""
+    # Bits, not values: a float product would round, and differently on CPU and GPU.
     log_prob_bits = inputs.old_log_probs.to(torch.float32).view(torch.int32).to(torch.int64)
     advantage_bits = inputs.advantages.to(torch.float32).view(torch.int32).to(torch.int64)
     position = torch.arange(inputs.log_probs.shape[-1], device=inputs.log_probs.device)
+    # Primes of a spatial hash (Teschner et al. 2003), then two rounds with odd constants of xxHash and
+    # MurmurHash3. int64 products wrap around modulo 2**64 on every device.
     mixed = (log_prob_bits * 73856093) ^ (advantage_bits * 19349663) ^ (position * 83492791)
     mixed = (mixed ^ (mixed >> 17)) * 0x9E3779B1
     mixed = (mixed ^ (mixed >> 29)) * 0x85EBCA6B
+    # The upper bits: the lowest bits of a product depend on the lowest bits of its factors alone.
     return (mixed >> 20) & ((1 << _HASH_BITS) - 1)
 
 
 def _ordered_bits(values: Tensor) -> Tensor:
     """Integers of 32 bits (as int64) in the order of the float32 `values`; 0.0 and −0.0 are the same number."""
+    # IEEE 754 stores sign and magnitude, so the bits of negative numbers are ordered the other way round.
     bits = values.view(torch.int32).to(torch.int64)
     return bits.where(bits >= 0, -(bits & 0x7FFFFFFF))

@@ -74,6 +74,8 @@ class PolicyLossInputs:
     @property
     def log_ratio(self) -> Tensor:
         """log(current / old) in nats, clamped to ± `LOG_RATIO_BOUND`."""
+        # Unbounded, exp overflows float32 from 88.8 nats on, and an infinite ratio times an advantage of 0
+        # is NaN.
         return bound_log_ratio(self.log_probs - self.old_log_probs)
 
     def reduce(self, token_loss: Tensor, aggregation: Aggregation | None = None) -> Tensor:
@@ -162,6 +164,8 @@ def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
     _check_shapes(inputs)
     response_mask, loss_mask = inputs.response_mask.bool(), inputs.loss_mask.bool()
     log_probs, old_log_probs = _at_least_float32(inputs.log_probs), _at_least_float32(inputs.old_log_probs).detach()
+    # Cut here and not after the exponential: where() passes 0 * inf = NaN back through the branch that
+    # it drops. A kept token is never cut: the check of the gradient norm must see its NaN.
     finite = log_probs.detach().isfinite() & old_log_probs.isfinite()
     usable = loss_mask | (response_mask & finite)
     weights = inputs.rollout_is_weights
@@ -195,4 +199,5 @@ def _check_shapes(inputs: PolicyLossInputs) -> None:
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
+    # bfloat16 has steps of 0.03 nats at 5 nats: no product or exponential may be rounded to it.
     return values.to(torch.promote_types(values.dtype, torch.float32))

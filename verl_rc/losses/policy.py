@@ -120,6 +120,7 @@ def compute_kl_loss(
         ValueError: for an unknown estimator, or when shapes differ.
     """
     kept = loss_mask.bool()
+    # Cut before the difference: on padding both may be −inf, and −inf − −inf is NaN, in the gradient too.
     divergence = kl_penalty(log_probs.where(kept, 0), ref_log_probs.detach().where(kept, 0), kind)
     total = Aggregation.from_name(aggregation).reduce(divergence, kept, denominator_mask)
     return total, {"actor/kl_loss": token_metric(divergence, kept)}

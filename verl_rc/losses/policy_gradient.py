@@ -48,9 +48,11 @@ def cispo_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
         The loss, 0-d, and `actor/pg_clipfrac` (share of tokens with r outside the band), `actor/pg_clipfrac_lower` (0),
         those of `ppo_kl_metrics`.
     """
+    # Detached: the gradient goes through lp, so that a clipped token keeps one. In PPO it has none.
     ratio = inputs.log_ratio.detach().exp()
     clipped_ratio = clip_ratio(ratio, inputs)
     return inputs.reduce(-clipped_ratio * inputs.advantages * inputs.log_probs), {
+        # Exact: clamp returns numbers inside the band as they are.
         "actor/pg_clipfrac": inputs.mean_over_tokens(ratio != clipped_ratio),
         **inputs.ppo_kl_metrics(),
         "actor/pg_clipfrac_lower": inputs.mean_over_tokens(torch.zeros_like(ratio)),
@@ -67,6 +69,7 @@ def dppo_tv_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
     Returns:
         The loss, 0-d, and the metrics of `_masked_policy_gradient`.
     """
+    # Log-probs are at most 0: these exponentials need no bound.
     change = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
     low, high = inputs.parameters.clip_bounds
     return _masked_policy_gradient(inputs, torch.where(inputs.advantages > 0, change <= high, change >= -low))

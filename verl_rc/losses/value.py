@@ -46,6 +46,7 @@ def compute_value_loss(
         raise ValueError(f"critic.cliprange_value must be > 0 (a large one turns clipping off); got {cliprange_value}")
     inside = mask.bool()
     values, old_values, returns = (tensor.where(inside, 0) for tensor in (values, old_values.detach(), returns.detach()))
+    # The maximum of both errors, as in OpenAI's baselines: clipping never makes the error smaller.
     clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     error, clipped_error = (values - returns).square(), (clipped_values - returns).square()
     loss = Aggregation.from_name(aggregation).reduce(0.5 * torch.maximum(error, clipped_error), inside)
@@ -96,6 +97,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Explain
     """
     _check_values(mask, values=values, returns=returns)
     inside = mask.bool()
+    # float64: in Σx² − (Σx)²/n nearly equal numbers cancel, and float32 keeps 7 digits of them.
     returns = returns.detach().to(torch.float64).where(inside, 0)
     error = returns - values.detach().to(torch.float64).where(inside, 0)
     return ExplainedVariance(
@@ -109,6 +111,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Explain
 
 def _variance(total: Tensor, square_total: Tensor, count: Tensor) -> Tensor:
     """Variance with n − 1 in the denominator; 0 for fewer than two numbers."""
+    # What cancels may leave a small negative number.
     return (square_total - total.square() / count.clamp(min=1)).clamp(min=0) / (count - 1).clamp(min=1)
 
 

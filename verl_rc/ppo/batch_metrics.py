@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from verl_rc.correction.log_ratio import LogRatio, extremes, row_sum
-from verl_rc.correction.rows import LogProbs, row_chunks
+from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
+from verl_rc.correction.sequences import LogProbs, sequence_chunks
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
 from verl_rc.losses import explained_variance
 
@@ -18,7 +18,7 @@ def batch_metrics(
     """Scores, rewards, advantages, returns and lengths: mean, max and min; read from the device in one copy.
 
     ``scores`` are ``[B]``, ``rewards`` ``[B, R]`` with the KL penalty in them. ``response_length/clip_ratio`` is the share of
-    responses that reached ``max_response_length``, whatever the batch's width.
+    responses that reached ``max_response_length``; the batch may be wider.
     """
     mask = batch.response_mask
     lengths, prompts = rollouts.tokens.response_lengths, rollouts.tokens.prompt_lengths
@@ -33,20 +33,21 @@ def batch_metrics(
     }
     if rollouts.num_turns is not None and rollouts.tool_calls is not None:
         columns |= {"num_turns": rollouts.num_turns, "tool_call_counts": rollouts.tool_calls}
-    values = _spreads(columns)
+    values = _mean_max_min(columns)
     values["response_length/clip_ratio"] = (lengths >= max_response_length).double().mean()
     values["prompt_length/clip_ratio"] = (prompts >= max_prompt_length).double().mean()
     values["perf/total_num_tokens"] = rollouts.tokens.sequence_lengths.sum().double()
-    return _read(values)
+    return _to_floats(values)
 
 
 def critic_metrics(batch: CriticBatch) -> dict[str, float]:
     """The critic's values before the update, and the share of the returns' variance that they explain."""
     explained = explained_variance(batch.old_values, batch.returns, batch.response_mask).fraction()
-    return _read({**_spreads({"critic/values": batch.old_values[batch.response_mask]}), "critic/vf_explained_var": explained})
+    values = _mean_max_min({"critic/values": batch.old_values[batch.response_mask]})
+    return _to_floats({**values, "critic/vf_explained_var": explained})
 
 
-def _spreads(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _mean_max_min(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for name, column in columns.items():
         column = column.double()
@@ -54,7 +55,7 @@ def _spreads(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return values
 
 
-def _read(values: Mapping[str, Tensor]) -> dict[str, float]:
+def _to_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
     """All numbers in one copy from the device."""
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
@@ -64,10 +65,10 @@ def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -
 
     Nothing in bypass mode, where no proximal policy is computed.
     """
-    if evaluations.entropys is None:
+    if evaluations.entropies is None:
         return {}
     mask = rollouts.response_mask
-    entropy = float(evaluations.entropys[mask].double().mean())
+    entropy = float(evaluations.entropies[mask].double().mean())
     return {"actor/entropy": entropy, **probability_gap(evaluations.old_log_probs, rollouts.rollout_log_probs, mask)}
 
 
@@ -81,13 +82,13 @@ def probability_gap(train_log_probs: Tensor, rollout_log_probs: Tensor, response
     log_probs = LogProbs(train_log_probs, rollout_log_probs, response_mask)
     parts = []
     with torch.no_grad():
-        for chunk in row_chunks(response_mask):
-            ratio = LogRatio.from_log_probs(log_probs.of(chunk))
+        for chunk in sequence_chunks(response_mask):
+            ratio = LogRatio.from_log_probs(log_probs.take(chunk))
             log_train = ratio.train.double()
             train, rollout = log_train.exp() * ratio.ones, (log_train - ratio.values).exp_() * ratio.ones
             gap = (train - rollout).abs_()
             columns = (ratio.ones, gap, gap.square(), train, rollout, train.square(), rollout.square(), train * rollout)
-            parts.append(torch.stack([*map(row_sum, columns), extremes(gap, ratio.ones).largest]))
+            parts.append(torch.stack([*map(sequence_sum, columns), extremes(gap, ratio.ones).largest]))
     rows = torch.cat(parts, dim=1)
     largest = pad(rows[-1:], (0, 1)).amax(dim=1)  # of no rows at all: the padding, 0
     count, gap_sum, gap_square, p, q, pp, qq, pq, top = torch.cat([rows[:-1].sum(dim=1), largest]).tolist()

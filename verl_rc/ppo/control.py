@@ -59,25 +59,25 @@ class AdaptiveThreshold:
     """
 
     threshold: float
-    """u in force, >= 1."""
+    """Current u, >= 1."""
     rule: str
     target: float
     """Share of tokens or rows to accept, in (0, 1)."""
 
     @classmethod
-    def of(cls, config: RolloutCorrectionConfig) -> "AdaptiveThreshold | None":
-        """What a configuration asks for, before the first batch; None when its thresholds are fixed."""
+    def from_config(cls, config: RolloutCorrectionConfig) -> "AdaptiveThreshold | None":
+        """The configured threshold before the first batch; None when it is fixed."""
         if config.rollout_rs_target_acceptance is None:
             return None
         [(rule, bound)] = config.rejection_bounds().items()
         return cls(bound.upper, rule, config.rollout_rs_target_acceptance)
 
     def config(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-        """``config`` with the threshold in force."""
+        """``config`` with the current threshold."""
         return config.model_copy(update={"rollout_rs_threshold": self.threshold})
 
     def updated(self, statistics: CorrectionStatistics) -> "AdaptiveThreshold":
-        """The threshold after a batch, of which ``statistics`` (with full diagnostics) hold the histograms."""
+        """The threshold after a batch with these ``statistics``, which need the histograms of full diagnostics."""
         wanted = bound_for_acceptance(statistics.numbers(), self.rule, self.target)
         if math.isnan(wanted):
             return self
@@ -85,8 +85,8 @@ class AdaptiveThreshold:
 
 
 @dataclass(frozen=True)
-class MovedControl:
-    """What a run has moved so far; belongs in a checkpoint. None: the configuration's own value is in force."""
+class ControlState:
+    """The part of the control that a checkpoint keeps. None: the configured value applies."""
 
     kl_coef: float | None = None
     """Weight of the KL penalty in the reward."""
@@ -96,7 +96,7 @@ class MovedControl:
 
 @dataclass(frozen=True)
 class Control:
-    """What is in force in a step."""
+    """KL weight and rejection threshold of a step."""
 
     kl: KLController
     """Weight of the KL penalty in the reward."""
@@ -104,19 +104,19 @@ class Control:
     """Of the rejection rule; None: fixed by the configuration."""
 
     @classmethod
-    def from_config(cls, algorithm: AlgorithmConfig, moved: MovedControl | None = None) -> "Control":
-        """What a configuration asks for, with the numbers that the run has ``moved``; what is fixed now stays as configured."""
-        given, moved = algorithm.kl_ctrl, moved or MovedControl()
+    def from_config(cls, algorithm: AlgorithmConfig, saved: ControlState | None = None) -> "Control":
+        """The configured control with the numbers that a run ``saved``; fixed ones stay as configured."""
+        given, saved = algorithm.kl_ctrl, saved or ControlState()
         kl = KLController(given.kl_coef, given.target_kl if given.type == "adaptive" else None, given.horizon)
-        if kl.target_kl is not None and moved.kl_coef is not None:
-            kl = replace(kl, kl_coef=moved.kl_coef)
-        threshold = AdaptiveThreshold.of(algorithm.rollout_correction)
-        if threshold is not None and moved.rejection_threshold is not None:
-            threshold = replace(threshold, threshold=moved.rejection_threshold)
+        if kl.target_kl is not None and saved.kl_coef is not None:
+            kl = replace(kl, kl_coef=saved.kl_coef)
+        threshold = AdaptiveThreshold.from_config(algorithm.rollout_correction)
+        if threshold is not None and saved.rejection_threshold is not None:
+            threshold = replace(threshold, threshold=saved.rejection_threshold)
         return cls(kl, threshold)
 
     def correction(self, config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-        """``config`` with the threshold in force."""
+        """``config`` with the current threshold."""
         return config if self.threshold is None else self.threshold.config(config)
 
     def after_penalty(self, reward_kl: float | None, num_rows: int) -> "Control":
@@ -131,7 +131,7 @@ class Control:
         return replace(self, threshold=self.threshold.updated(statistics))
 
     @property
-    def moved(self) -> MovedControl:
+    def state(self) -> ControlState:
         """The numbers that a checkpoint keeps."""
         kl_coef = None if self.kl.target_kl is None else self.kl.kl_coef
-        return MovedControl(kl_coef, None if self.threshold is None else self.threshold.threshold)
+        return ControlState(kl_coef, None if self.threshold is None else self.threshold.threshold)

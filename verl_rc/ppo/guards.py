@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class TooManySkippedUpdatesError(RuntimeError):
-    """Nothing was left of too many mini-batches in a row."""
+    """Too many mini-batches in a row kept no token."""
 
 
 def count_skipped_updates(in_a_row: int, kept_tokens: Iterable[int], limit: int) -> int:
@@ -53,7 +53,7 @@ def count_nonfinite_updates(in_a_row: int, role: str, grad_norms: Iterable[float
 
 
 _STANDARD_ERRORS = 4.0
-"""A fall within so many standard errors of the mean may be chance."""
+"""A fall of fewer standard errors of the mean may be chance."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class StepScores:
 
 @dataclass(frozen=True)
 class RewardHistory:
-    """The scores of the last steps, and the best mean that so many steps had. A value: ``observed`` returns the next one."""
+    """The scores of the last steps, and the best mean over as many steps. Immutable: ``with_scores`` returns the next one."""
 
     recent: tuple[StepScores, ...] = ()
     """Oldest first; at most a window of them."""
     best: float | None = None
     """None: no window was full yet."""
 
-    def observed(self, scores: Tensor, window: int) -> "RewardHistory":
+    def with_scores(self, scores: Tensor, window: int) -> "RewardHistory":
         """With the scores ``[B]`` of another step; the last ``window`` steps are kept (``trainer.alerts.reward_window``)."""
         values = scores.double()
         total, squares = torch.stack([values.sum(), values.square().sum()]).tolist()

@@ -1,4 +1,4 @@
-"""Where every token went that was sampled for training: each ends in exactly one account, or the step does not close."""
+"""Accounts of every token sampled for training: each token is in exactly one, else the step fails."""
 
 import math
 from collections import Counter
@@ -30,10 +30,10 @@ class LedgerError(RuntimeError):
 
 
 class Ledger:
-    """The books of one step: what was sampled for training, and what became of it.
+    """The accounts of one step: what was sampled for training, and what it was used for.
 
-    Tokens count that the policy sampled (tool tokens do not) and that reached the driver: those of an engine that died on the
-    way do not exist, and their request is issued again.
+    Only tokens that the policy sampled (no tool tokens) and that reached the driver count. Requests of a lost engine are issued
+    again, and its tokens do not count.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Ledger:
         self._prompts: Counter[str] = Counter()
 
     def sampled(self, tokens: int, prompts: int = 0) -> None:
-        """Take in what came from the engines."""
+        """Add what came from the engines."""
         self._sampled.update(tokens=tokens, prompts=prompts)
 
     def book(self, tokens: Mapping[str, int]) -> None:

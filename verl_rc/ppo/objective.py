@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl_rc.config.models import ActorConfig, CriticConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics, RowContext, apply, measure
+from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, measure
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
@@ -55,7 +55,7 @@ def policy_objective(
 ) -> Objective:
     """``L = L_policy - entropy_coeff * agg(entropy) + kl_loss_coef * agg(KL)`` over ``loss_mask``, divided by ``totals``.
 
-    ``current`` are float32 ``[B, R]`` with gradient; entropys may be missing when ``entropy_coeff`` is 0. ``totals`` must have
+    ``current`` are float32 ``[B, R]`` with gradient; entropies may be missing when ``entropy_coeff`` is 0. ``totals`` must have
     been counted over the whole mini-batch as ``correction.rejection_denominator`` says; ``covariance`` likewise, for the losses
     ``clip_cov`` and ``kl_cov``.
     """
@@ -74,11 +74,11 @@ def policy_objective(
         covariance_statistics=covariance,
     )
     loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
-    if correction.bypass_mode and current.entropys is not None:  # else the proximal policy's entropy is reported
-        averages["actor/entropy"] = token_metric(current.entropys, batch.response_mask)
+    if correction.bypass_mode and current.entropies is not None:  # else the proximal policy's entropy is reported
+        averages["actor/entropy"] = token_metric(current.entropies, batch.response_mask)
     if config.entropy_coeff != 0:
-        assert current.entropys is not None
-        entropy, _ = compute_entropy_loss(current.entropys, batch.loss_mask, denominator_mask, totals)
+        assert current.entropies is not None
+        entropy, _ = compute_entropy_loss(current.entropies, batch.loss_mask, denominator_mask, totals)
         loss = loss - config.entropy_coeff * entropy
         terms["actor/entropy_loss"] = entropy.detach()
     if config.use_kl_loss:
@@ -161,7 +161,7 @@ def measure_current(
     prompts are not among them: a prompt's rows may lie on several ranks.
     """
     full = config.diagnostics == "full"
-    context = RowContext(
+    context = SequenceContext(
         policy_versions=batch.policy_versions if full else None,
         current_version=policy_version if full else None,
         advantages=batch.advantages,

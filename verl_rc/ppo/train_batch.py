@@ -49,7 +49,7 @@ def build_train_batch(
     rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
     weights = _weights_for_baseline(rollouts, evaluations, algorithm, config)
 
-    def advantages_of(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
         return compute_advantages(
             algorithm.adv_estimator,
             rewards,
@@ -84,9 +84,9 @@ def build_train_batch(
     correction: CorrectionResult | None = None
     if config.rejected_in_group_baseline == "exclude":  # in decoupled mode alone
         correction = corrected(None)
-        advantages, returns = advantages_of(~correction.rejected_rows)
+        advantages, returns = estimate_advantages(~correction.rejected_rows)
     else:
-        advantages, returns = advantages_of(None)
+        advantages, returns = estimate_advantages(None)
         correction = None if config.bypass_mode else corrected(advantages)
     batch = TrainBatch(
         tokens=rollouts.tokens,
@@ -110,8 +110,8 @@ def _weights_for_baseline(
 ) -> Tensor | None:
     """Importance weights ``[B, R]`` for baselines that depend on them; None where there are none.
 
-    Weights do not look at advantages, so they can be had before them. Rules that do look get advantages of 0 and reject nothing
-    here; their verdict is not used.
+    Weights do not depend on advantages, so they are computed before them. Rules that do depend on them get advantages of 0;
+    their result is not used.
     """
     if config.rollout_is is None or not algorithm.estimator_reads("rollout_is_weights"):
         return None

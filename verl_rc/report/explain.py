@@ -85,7 +85,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     yield "A", "advantage (advantages); constant, on all tokens of response_mask, also rejected ones"
     yield from _weight_symbols(config.algorithm.rollout_correction, plan)
     if policy.entropy_coeff:
-        yield "H(π)", "entropy of the current policy at each token (entropys); carries a gradient"
+        yield "H(π)", "entropy of the current policy at each token (entropies); carries a gradient"
     if policy.kl_loss_coef:
         own_model = f"{config.actor_rollout_ref.ref.model_path}, frozen"
         source = own_model if config.has_reference_model else "the actor without its adapters"

@@ -24,7 +24,7 @@ from verl_rc.report.memory import (
     gpu_peaks,
     host_bytes,
 )
-from verl_rc.rollout.fp8_products import SlowFp8Error, measured_fp8_products
+from verl_rc.rollout.fp8_products import SlowFp8Error, time_fp8_products
 from verl_rc.workers.host import available_memory, usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -147,7 +147,7 @@ def check_fp8(config: RunConfig) -> Iterator[Finding]:
     """Check that a CPU computes fp8 products fast enough when the engine has fp8 layers."""
     if uses_gpus(config) or not str(config.actor_rollout_ref.rollout.quantization).startswith("fp8"):
         return
-    products = measured_fp8_products()
+    products = time_fp8_products()
     try:
         yield Finding("ok", "fp8 products", products.describe())
     except SlowFp8Error as error:

@@ -1,4 +1,4 @@
-"""Conversations with tools: turn by turn, all that go on together, on token ids that are never made from text again."""
+"""Conversations with tools: all active ones take a turn together; sampled token ids are never re-encoded from text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, Timed, unpadded
 from verl_rc.data.tokenize import ToolTurnEncoder
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
-from verl_rc.rollout.tool_calls import Parser, answer, choose_parser, shortened
+from verl_rc.rollout.tool_calls import Parser, answer_call, choose_parser, truncated
 from verl_rc.rollout.tools import ToolCaller, find_tools
 
 SampleTurn = Callable[[Sequence[GenerationRequest], SamplingOptions], Timed[Completions]]
@@ -35,12 +35,15 @@ class _Conversation:
         """The next turn: everything so far is its prompt, and each turn has a seed of its own."""
         seed, turn = self.request.seed, self.assistant_turns
         return GenerationRequest(
+            # Token ids as sampled: text that is tokenised again may give other ids, and the log-probs recorded
+            # at sampling would belong to tokens that are not in the batch.
             self.request.prompt_token_ids + self.token_ids,
+            # The first turn keeps the seed: a conversation without tools is sampled as without the agent loop.
             seed if turn == 0 else request_seed({"sample": seed, "turn": turn}),
             max_tokens - len(self.token_ids),
         )
 
-    def take_turn(self, token_ids: list[int], log_probs: list[float], versions: list[int], finished: bool) -> None:
+    def append_turn(self, token_ids: list[int], log_probs: list[float], versions: list[int], finished: bool) -> None:
         """Append what the policy sampled."""
         self.token_ids += token_ids
         self.log_probs += log_probs
@@ -49,9 +52,10 @@ class _Conversation:
         self.assistant_turns += 1
         self.finished = finished
 
-    def take_answer(self, token_ids: list[int]) -> None:
-        """Append what a tool says: no token of the policy's, so it has neither log-prob nor weight version."""
+    def append_tool_response(self, token_ids: list[int]) -> None:
+        """Append a tool's answer. The policy did not sample it, so it has neither log-prob nor weight version."""
         self.token_ids += token_ids
+        # Any finite number would do: response_mask leaves these positions out of every sum.
         self.log_probs += [0.0] * len(token_ids)
         self.versions += [-1] * len(token_ids)
         self.sampled += [False] * len(token_ids)
@@ -59,7 +63,7 @@ class _Conversation:
 
 
 class AgentLoop:
-    """Samples like the engines, but lets the policy call tools and read their answers before it goes on.
+    """Samples like the engines, but lets the policy call tools and read their answers between its turns.
 
     A turn that ends with the end token and holds a tool call is followed by the tools' answers, rendered by the chat template,
     and by another turn. The prompt of that turn is the token ids of the one before, those sampled, and those of the answers.
@@ -82,24 +86,26 @@ class AgentLoop:
     ) -> Timed[Completions]:
         """One conversation per request, in order; ``response_mask`` of the result is False at the tools' tokens.
 
-        All conversations that go on share one call of the engines per turn; the seconds of all turns are summed up.
+        All active conversations share one call of the engines per turn; the seconds of all turns are summed up.
 
         Raises ``ToolFailedError`` when a tool fails or hangs.
         """
         busy_seconds = 0.0
         conversations = [_Conversation(request) for request in requests]
-        going_on, width = conversations, options.max_tokens
-        while going_on:
-            sampled = sample_turn([c.next_request(options.max_tokens) for c in going_on], options)
+        active, width = conversations, options.max_tokens
+        while active:
+            sampled = sample_turn([c.next_request(options.max_tokens) for c in active], options)
             turn, busy_seconds = sampled.result, busy_seconds + sampled.busy_seconds
+            # Engines pad every turn to the run's response width.
             width = turn.responses.shape[1]
-            _hand_out(turn, going_on)
-            going_on = self._after_turn(turn, going_on, options.max_tokens)
-        return Timed(_collected(conversations, width), busy_seconds)
+            _append_turns(turn, active)
+            active = self._after_turn(turn, active, options.max_tokens)
+        return Timed(_to_completions(conversations, width), busy_seconds)
 
     def _after_turn(self, turn: Completions, conversations: list[_Conversation], max_tokens: int) -> list[_Conversation]:
-        """Answer the calls of a turn; returns the conversations that go on."""
+        """Answer the calls of a turn; returns the conversations that are still active."""
         rows = unpadded(turn.responses, turn.response_lengths)
+        # In many chat templates the tags of a tool call are special tokens.
         texts = self._tokenizer.batch_decode(rows, skip_special_tokens=False)
         pairs = zip(texts, conversations, strict=True)
         return [conversation for text, conversation in pairs if self._answer_calls(text, conversation, max_tokens)]
@@ -115,12 +121,13 @@ class AgentLoop:
         if conversation.tool_turns == self._config.max_user_turns:
             return False
         limit, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
-        answers = [answer(call, self._tools, self._caller) for call in calls]
-        token_ids = self._encoder.encode([shortened(text, limit, side) for text in answers])
+        answers = [answer_call(call, self._tools, self._caller) for call in calls]
+        token_ids = self._encoder.encode([truncated(text, limit, side) for text in answers])
         conversation.tool_calls += len(calls)
+        # At least one token must fit after the answers: vLLM refuses a request without room for any.
         if len(conversation.token_ids) + len(token_ids) >= max_tokens:
             return False
-        conversation.take_answer(token_ids)
+        conversation.append_tool_response(token_ids)
         return True
 
 
@@ -134,15 +141,15 @@ def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dic
     return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **given}
 
 
-def _hand_out(turn: Completions, conversations: list[_Conversation]) -> None:
+def _append_turns(turn: Completions, conversations: list[_Conversation]) -> None:
     rows = unpadded(turn.responses, turn.response_lengths)
     columns = zip(rows, turn.rollout_log_probs.tolist(), turn.policy_versions.tolist(), turn.finished.tolist(), strict=True)
     for conversation, (token_ids, log_probs, versions, finished) in zip(conversations, columns, strict=True):
         count = len(token_ids)
-        conversation.take_turn(token_ids, log_probs[:count], versions[:count], finished)
+        conversation.append_turn(token_ids, log_probs[:count], versions[:count], finished)
 
 
-def _collected(conversations: list[_Conversation], width: int) -> Completions:
+def _to_completions(conversations: list[_Conversation], width: int) -> Completions:
     def grid(column: Callable[[_Conversation], Sequence[float]], padding: float, dtype: torch.dtype) -> torch.Tensor:
         rows = [list(column(c)) for c in conversations]
         return torch.tensor([row + [padding] * (width - len(row)) for row in rows], dtype=dtype)

@@ -1,4 +1,4 @@
-"""From engine completions to one rollout batch, and the checks that nothing foreign gets in."""
+"""From engine completions to one rollout batch, with checks of its log-probs and weight versions."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def build_rollout_batch(
 ) -> RolloutBatch:
     """Join ``B`` prompts (token ids) with their completions, in the same order.
 
-    Where tools spoke, ``response_mask`` leaves their tokens out.
+    ``response_mask`` leaves out the tokens of tool answers.
     Raises ``ValueError`` when counts differ, a response is empty, or a log-prob of a sampled token is positive or NaN.
     """
     rows, width = completions.responses.shape
@@ -21,9 +21,11 @@ def build_rollout_batch(
     written = positions_mask(completions.response_lengths, width)
     response_mask = written if completions.response_mask is None else completions.response_mask
     _refuse_bad_rows("a response needs at least one token", completions.response_lengths < 1)
+    # A log-softmax in float32 can end slightly above 0. Negated, so that NaN, which compares False, is bad.
     bad = response_mask & ~(completions.rollout_log_probs <= 1e-5)
     _refuse_bad_rows("the log-prob of a sampled token must be a number <= 0", bad.any(dim=-1))
     prompt_ids, prompt_lengths = left_padded(list(prompts), pad_token_id)
+    # Engines pad with 0, which may be a real token of the vocabulary.
     responses = torch.where(written, completions.responses, pad_token_id)
     tokens = TokenBatch(
         prompts=prompt_ids,
@@ -47,7 +49,7 @@ def build_rollout_batch(
 
 
 def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:
-    """Raise ``RuntimeError`` when a token was sampled by other weights than ``expected_version``."""
+    """Raise ``RuntimeError`` when a token was sampled with weights of another version than ``expected_version``."""
     wrong = rollouts.response_mask & (rollouts.policy_versions != expected_version)
     if bool(wrong.any()):
         row = int(wrong.any(dim=-1).nonzero()[0])

@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from verl_rc.data.batches import Completions
 from verl_rc.rollout import engine_worker
-from verl_rc.rollout.leftovers import forget_shared_memory_names
+from verl_rc.rollout.process_cleanup import unlink_shared_memory
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Box, Sample, StepLoop
 from verl_rc.weight_sync import receiver
@@ -35,14 +35,19 @@ class VllmSampler:
             model=options.model_path,
             dtype=options.dtype,
             max_model_len=options.max_model_len,
+            # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
+            # probability under the distribution that was sampled from.
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
+            # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
             worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
             **options.arguments,
         )
-        self.llm.collective_rpc("forget_shared_memory_names")
-        forget_shared_memory_names()
+        # Once the constructor returns, all processes of the engine have mapped what they share.
+        self.llm.collective_rpc("unlink_shared_memory")
+        unlink_shared_memory()
+        # vLLM would queue further requests itself, where a later one with priority could not overtake them.
         self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
     def begin(self, key: str, sample: Sample) -> None:
@@ -58,8 +63,8 @@ class VllmSampler:
 class RolloutEngine:
     """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's threads.
 
-    Every method may be called from any thread: ``StepLoop`` has one thread of its own do what concerns vLLM. Updates and sleep
-    wait until every response that was asked for before has ended, so each has one version; those asked for later wait meanwhile.
+    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM. Updates and sleep wait until every
+    response requested before has ended, so that each has one version; responses requested later wait for the update.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -88,7 +93,7 @@ class RolloutEngine:
         self._loop.call(lambda sampler: sampler.llm.init_weight_transfer_engine({"init_info": asdict(mine)}))
 
     def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
-        """Take one broadcast weight update as ``version`` and forget every cached prefix; returns a receipt per worker."""
+        """Receive a broadcast weight update as ``version`` and reset the prefix cache; returns a receipt per worker."""
         self.begin_update()
         self._update({"manifest": manifest, "bucket_bytes": bucket_bytes})
         return self.finish_update(version)
@@ -97,38 +102,40 @@ class RolloutEngine:
         """The device of each worker, named as trainer ranks name theirs."""
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_device"))
 
-    def run_empty(self) -> None:
-        """Wait until everything that was handed over before has ended; what comes later waits for the next whole update.
+    def drain(self) -> None:
+        """Wait until all samples submitted before have ended; samples submitted later wait for the next whole update.
 
-        For a sender that is not to wait in a broadcast meanwhile; ``begin_update`` and ``receive_weights`` do it too.
+        A sender calls it so as not to wait in a broadcast. ``begin_update`` and ``receive_weights`` drain the engine too.
         """
         self._loop.call(lambda _: None, when_empty=True, hold="update")
 
     def begin_update(self) -> None:
-        """Make the model loadable; every bucket of the update follows, then ``finish_update``. Nothing is sampled meanwhile."""
+        """Make the model loadable; every bucket of the update follows, then ``finish_update``. Sampling pauses."""
         self._loop.call(lambda sampler: sampler.llm.start_weight_update(), when_empty=True, hold="update")
 
     def load_bucket(self, handle: BucketHandle) -> None:
         """Load one lent bucket; its lender may take the memory back when this returns."""
         self._update({"handle": handle})
 
-    def _update(self, order: dict[str, Any]) -> None:
-        self._loop.call(lambda sampler: sampler.llm.update_weights({"update_info": order}))
+    def _update(self, update_info: dict[str, Any]) -> None:
+        self._loop.call(lambda sampler: sampler.llm.update_weights({"update_info": update_info}))
 
     def finish_update(self, version: int) -> list[dict[str, Any]]:
-        """Call what was loaded ``version`` and forget every cached prefix; returns a receipt per worker."""
+        """End the update as ``version`` and reset the prefix cache; returns a receipt per worker."""
         self._loop.call(lambda sampler: sampler.llm.finish_weight_update(str(version)))
+        # While the update still holds sampling back: no request may find blocks of the old weights.
         self.reset_prefix_cache()
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_receipt"), release="update")
 
     def sleep(self) -> bool:
-        """Give up the memory of weights and key-value cache, so that a trainer on the same device can use it.
+        """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
 
-        The weights are gone for good: ``wake_up(["weights"])``, a whole update and ``wake_up(["kv_cache"])`` must come
-        before anything is sampled again. Returns False, having done nothing, for an engine built without ``enable_sleep_mode``
+        The weights are lost: ``wake_up(["weights"])``, a whole update and ``wake_up(["kv_cache"])`` must come before the
+        next sample. Returns False, having done nothing, for an engine built without ``enable_sleep_mode``
         (vLLM refuses that argument on a CPU).
         """
         if self._can_sleep:
+            # Level 1 would copy the weights to host memory, and the next update replaces them anyway.
             self._loop.call(lambda sampler: sampler.llm.sleep(level=2), when_empty=True, hold="memory")
         return self._can_sleep
 
@@ -140,23 +147,24 @@ class RolloutEngine:
         return self._can_sleep
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
+        """Drop cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
+        # vLLM returns False, and keeps the cache, while a request still holds blocks of it.
         if not self._loop.call(lambda sampler: sampler.llm.reset_prefix_cache()):
             raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Hand samples over; returns at once. ``collect`` returns them."""
+        """Queue samples and return at once. ``collect`` returns their responses."""
         self._loop.submit(samples, self._box)
 
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> tuple[list[int], Completions]:
-        """What was submitted and has ended, once it is ``at_least`` so much or ``wait_seconds`` are over (None: for ever).
+        """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over (None: no limit).
 
         Returns numbers in ascending order and one row for each; every number comes once. Raises like ``generate``.
         """
         return self._completions(self._loop.take(self._box, at_least, wait_seconds))
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
-        """Sample one response per request, in order; they go ahead of what was submitted and has not begun.
+        """Sample one response per request, in order, with priority over submitted samples that have not begun.
 
         Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
         """
@@ -178,30 +186,36 @@ class RolloutEngine:
             responses[row, :count] = torch.tensor(output.token_ids)
             log_probs[row, :count] = torch.tensor(sampled_log_probs(output, row))
             for span in output.weight_versions or ():
+                # Before the first update vLLM's version is the word "default".
                 versions[row, span.start : span.end] = int(span.version) if span.version.isdigit() else -1
         return Completions(
             responses=responses,
             response_lengths=torch.tensor([len(output.token_ids) for output in outputs], dtype=torch.int64),
             rollout_log_probs=log_probs,
             policy_versions=versions,
+            # "length" is the other reason: the response is cut off.
             finished=torch.tensor([output.finish_reason == "stop" for output in outputs], dtype=torch.bool),
             batch_size=[rows],
         )
 
 
 def sampling_parameters(request: GenerationRequest, options: SamplingOptions) -> SamplingParams:
-    """Those of one request, for token ids and log-probs without text, returned when it has ended."""
+    """Sampling parameters of one request: token ids and log-probs without text, returned at its end."""
     return SamplingParams(
         seed=request.seed,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
         max_tokens=options.max_tokens if request.max_tokens is None else request.max_tokens,
+        # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
+        # 0 is the sampled token alone; 1 would add the most likely one. Flat: lists of numbers, where the
+        # default builds a dict and an object for each token, which the garbage collector has to walk.
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
+        # The default returns every running request at every step.
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 

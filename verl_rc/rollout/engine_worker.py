@@ -1,4 +1,4 @@
-"""What vLLM loads in every worker process of an engine, beside its own worker."""
+"""The extension that vLLM loads into every worker process of an engine."""
 
 from typing import Any
 
@@ -6,37 +6,39 @@ from torch import Tensor
 from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_KERNELS, ChannelWiseTorchFP8ScaledMMLinearKernel
 from vllm.platforms import PlatformEnum
 
-from verl_rc.rollout.fp8_products import WAYS, measured_fp8_products
-from verl_rc.rollout.leftovers import end_with_parent, forget_shared_memory_names
+from verl_rc.rollout.fp8_products import IMPLEMENTATIONS, time_fp8_products
+from verl_rc.rollout.process_cleanup import die_with_parent, unlink_shared_memory
 from verl_rc.weight_sync.receiver import ReceiptExtension
 
 
 class MeasuredFp8Kernel(ChannelWiseTorchFP8ScaledMMLinearKernel):
-    """vLLM's fp8 linear layer for CPUs, with its product computed in the way that is fast on this one."""
+    """vLLM's fp8 linear layer for CPUs, with the implementation of its product that is fast on this one."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Raises ``SlowFp8Error``."""
         super().__init__(*arguments, **options)
-        self._way = WAYS[measured_fp8_products().way]
+        self._implementation = IMPLEMENTATIONS[time_fp8_products().implementation]
 
     def apply_scaled_mm(self, **arguments: Any) -> Tensor:
-        """What vLLM computes."""
-        with self._way():
+        """Compute vLLM's product with the chosen implementation."""
+        with self._implementation():
             return super().apply_scaled_mm(**arguments)
 
 
 class EngineWorkerExtension(ReceiptExtension):
     """Methods that ``collective_rpc`` finds in every worker."""
 
-    def forget_shared_memory_names(self) -> None:
+    def unlink_shared_memory(self) -> None:
         """See the function of that name."""
-        forget_shared_memory_names()
+        unlink_shared_memory()
 
     def fp8_products(self) -> str | None:
-        """How this worker computes fp8 products; None where none was measured, because no layer asked for it."""
-        return measured_fp8_products().describe() if measured_fp8_products.cache_info().currsize else None
+        """How this worker computes fp8 products; None when no layer uses them."""
+        return time_fp8_products().describe() if time_fp8_products.cache_info().currsize else None
 
 
+# vLLM takes the first kernel of this list that fits, and its function to register one appends. The
+# module is imported before the worker builds its model.
 kernels = _POSSIBLE_FP8_KERNELS[PlatformEnum.CPU]
 kernels[kernels.index(ChannelWiseTorchFP8ScaledMMLinearKernel)] = MeasuredFp8Kernel
-end_with_parent()
+die_with_parent()

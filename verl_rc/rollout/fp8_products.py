@@ -1,4 +1,4 @@
-"""Products of fp8 matrices on a CPU: which way of computing them is fast here, measured.
+"""Products of fp8 matrices on a CPU: which implementation is fast here, measured.
 
 vLLM's fp8 linear layers end in ``torch._scaled_mm`` on a CPU. PyTorch 2.13 gives that call to oneDNN on every CPU with AMX int8,
 but oneDNN has an fp8 kernel only from AMX fp16 on; without one it runs its reference implementation, thousands of times slower.
@@ -21,11 +21,11 @@ SLOWEST_RATIO = 20.0
 _PREFERENCE = 3.0
 """PyTorch's choice is kept unless another way is this many times faster: its numbers must not change with a noisy measurement."""
 _ROWS, _INNER, _COLUMNS = 128, 128, 256
-"""Large enough to tell the ways apart; 0.8 s in oneDNN's reference implementation."""
+"""Large enough to distinguish the implementations; 0.8 s in oneDNN's reference implementation."""
 _REPETITIONS = 20
 _ENOUGH_SECONDS = 1.0
 
-WAYS: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
+IMPLEMENTATIONS: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "PyTorch's choice": nullcontext,
     "PyTorch's emulation": partial(torch.backends.mkldnn.flags, enabled=False),
 }
@@ -40,28 +40,28 @@ class SlowFp8Error(ValueError):
 
 
 @dataclass(frozen=True)
-class Fp8Products:
-    """Milliseconds of one small product, by the way of computing it."""
+class Fp8Timings:
+    """Milliseconds of one small product with each implementation."""
 
     bf16: float
     """The same product of bf16 matrices."""
     fp8: Mapping[str, float]
-    """By names of ``WAYS``; infinite where the CPU cannot do it that way."""
+    """By names of ``IMPLEMENTATIONS``; infinite where the CPU cannot do it that way."""
 
     @property
-    def way(self) -> str:
-        """The way to take. Raises ``SlowFp8Error`` when none is fast enough."""
+    def implementation(self) -> str:
+        """The implementation to use. Raises ``SlowFp8Error`` when none is fast enough."""
         fastest = min(self.fp8.values())
         if fastest > SLOWEST_RATIO * self.bf16:
             raise SlowFp8Error(f"{SlowFp8Error.must}, got {self.times()}; {SlowFp8Error.remedy}.")
         return next(way for way, milliseconds in self.fp8.items() if milliseconds <= _PREFERENCE * fastest)
 
     def describe(self) -> str:
-        """The way taken and what was measured, for people."""
-        return f"{self.way} ({self.times()})"
+        """The chosen implementation and its times, as text."""
+        return f"{self.implementation} ({self.times()})"
 
     def times(self) -> str:
-        """What was measured, for people."""
+        """The times as text."""
         shape = f"{_ROWS} x {_INNER} x {_COLUMNS}"
         times = {**self.fp8, "bf16": self.bf16}
         shown = (f"{way} {f'{time:.2f} ms' if isfinite(time) else 'impossible'}" for way, time in times.items())
@@ -69,19 +69,20 @@ class Fp8Products:
 
 
 @cache
-def measured_fp8_products() -> Fp8Products:
-    """What this process measured, with its threads, when it first asked."""
+def time_fp8_products() -> Fp8Timings:
+    """Time each implementation once per process, with the process's threads."""
     generator = torch.Generator().manual_seed(0)
     left = torch.randn(_ROWS, _INNER, generator=generator, dtype=torch.float32)
+    # float32 by name: while vLLM builds a model, its precision is the default dtype.
     right = torch.randn(_COLUMNS, _INNER, generator=generator, dtype=torch.float32)
     left_bf16, right_bf16 = left.bfloat16(), right.bfloat16()
     bf16 = _milliseconds(lambda: left_bf16 @ right_bf16.t())
     left_fp8, right_fp8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn)
     times = {}
-    for way, context in WAYS.items():
+    for way, context in IMPLEMENTATIONS.items():
         with context():
             times[way] = _milliseconds(lambda: _product(left_fp8, right_fp8))
-    return Fp8Products(bf16, times)
+    return Fp8Timings(bf16, times)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -99,6 +100,7 @@ def _milliseconds(compute: Callable[[], Tensor]) -> float:
             compute()
             after = time.perf_counter()
             shortest = min(shortest, after - before)
+            # One repetition at least: the first call includes what oneDNN compiles.
             if repetition and after - started > _ENOUGH_SECONDS:
                 break
     except RuntimeError:  # oneDNN: "could not create a primitive descriptor"

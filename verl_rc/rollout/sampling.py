@@ -43,7 +43,7 @@ class SamplingOptions:
 
     @classmethod
     def for_validation(cls, validation: ValKwargsConfig, max_tokens: int, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
-        """Options of validation rollouts; ``do_sample=False`` is greedy whatever the temperature."""
+        """Options of validation rollouts; ``do_sample=False`` is greedy at any temperature."""
         temperature = 0.0 if validation.do_sample is False else validation.temperature
         return cls(temperature, validation.top_p, validation.top_k, max_tokens, stop_token_ids)
 
@@ -55,7 +55,7 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     seed: int
     max_tokens: int | None = None
-    """At most this many tokens; None: as many as the sampling options say."""
+    """Limit of the response, tokens; None: that of the sampling options."""
 
 
 def request_seed(identity: Mapping[str, int]) -> int:
@@ -64,5 +64,7 @@ def request_seed(identity: Mapping[str, int]) -> int:
 
     So a sample does not depend on which engine draws it, in which batch, or after which restart.
     """
+    # Sorted, and hashed by blake2b: hash() of a string differs from process to process. Shifted, so
+    # that it fits a signed 64-bit integer.
     text = ",".join(f"{name}={identity[name]}" for name in sorted(identity))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

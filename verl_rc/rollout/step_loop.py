@@ -1,8 +1,8 @@
-"""One thread owns the sampler (vLLM): it makes one decode step after the other, and between two steps does what others ask for.
+"""One thread owns the sampler (vLLM): it decodes step by step and runs the calls of other threads between two steps.
 
-Calls from outside only touch queues. Samples come in by ``submit`` and are fetched by ``take``; everything else, such as a
-weight update, comes in by ``call`` and is carried out by the owning thread, in the order of the calls. A call may ask for an
-empty sampler: it waits until every sample handed over before it has ended, and those handed over after it wait for the call.
+Other threads only touch queues. ``submit`` queues samples and ``take`` returns their responses. ``call`` queues everything else,
+such as a weight update, and the owning thread runs the calls in their order. A call may ask for an empty sampler: it waits until
+every sample submitted before it has ended, and samples submitted after it wait for the call.
 
     caller     submit(a, b)          call(load, when_empty=True)      submit(c)
     thread       step  step  step (a and b end)      load               step  step (c ends)
@@ -25,30 +25,30 @@ class Sample:
     """One response to sample."""
 
     number: int
-    """Its place in the order: of the samples that wait, the lowest begins first."""
+    """Of the samples that wait, the one with the lowest number begins first."""
     request: GenerationRequest
     options: SamplingOptions
     ahead: bool = False
-    """It begins before all that are not; of these none begins as long as it has not ended. Those that have begun go on."""
+    """Priority: the sample begins before those without, and no other one begins until it has ended. Running samples continue."""
 
 
 class Sampler(Protocol):
     """An engine that is stepped by hand; only the thread that built it touches it."""
 
     capacity: int
-    """How many samples may be under way at once."""
+    """Largest number of samples that run at the same time."""
 
     def begin(self, key: str, sample: Sample) -> None:
-        """Have the next steps work on a sample too."""
+        """Add a sample to the batch of the next steps."""
 
     def step(self) -> list[tuple[str, Any]]:
-        """One more token for the samples under way; returns key and response of those that ended."""
+        """Decode one token of each running sample; returns key and response of those that ended."""
 
 
 S = TypeVar("S", bound=Sampler)
 T = TypeVar("T")
 Box = list[tuple[int, Any]]
-"""Where number and response of samples are put as they end. It belongs to the loop until ``take`` empties it."""
+"""Number and response of each sample that has ended. Only ``take`` may read it: the loop appends to it."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class _Command:
 
 
 @dataclass(frozen=True)
-class _Handed:
-    """A sample that was handed over."""
+class _Submitted:
+    """A sample that was submitted, and the box its response goes to."""
 
     sample: Sample
     box: Box
@@ -71,40 +71,45 @@ class _Handed:
 class StepLoop(Generic[S]):
     """A sampler and the thread that owns it.
 
-    Nothing to do: the thread waits for the next command. An exception in building or stepping ends the thread, and every call
-    raises it from then on; one in a command is raised by the ``call`` that asked for it, and the loop goes on.
+    Without work the thread waits for the next command. An exception in building or stepping ends the thread, and every later call
+    raises it. An exception in a command is raised by its ``call``, and the loop continues.
     """
 
     def __init__(self, build: Callable[[], S]) -> None:
         """Build the sampler, in its thread. Raises what ``build`` raises."""
         self._changed = threading.Condition()
-        """Guards what both sides touch, and wakes whoever waits for a change of it: commands, boxes, the end."""
+        """Guards commands, boxes and the end, which all threads share, and wakes the threads that wait for a change."""
         self._commands: deque[_Command] = deque()
         self._end: BaseException | None = None
-        self._waiting: list[tuple[bool, int, int, _Handed]] = []
-        """A heap of samples handed over but not begun; in order: ahead of others or not, number, arrival."""
-        self._under_way: dict[str, _Handed] = {}
-        self._ahead_under_way = 0
+        self._waiting: list[tuple[bool, int, int, _Submitted]] = []
+        """A heap of samples that wait to begin, ordered by priority (ahead first), number and arrival."""
+        self._running: dict[str, _Submitted] = {}
+        self._ahead_running = 0
         self._arrivals = count()
         self._holds: set[str] = set()
+        # A daemon: a step that hangs in vLLM must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(build,), name="step loop", daemon=True)
         self._thread.start()
+        # Returns when the sampler is built, or raises what building raised.
         self.call(lambda _: None)
 
     # called from outside
 
     def submit(self, samples: Sequence[Sample], box: Box) -> None:
-        """Hand samples over; returns at once. They are put into ``box`` as they end, from where ``take`` takes them."""
+        """Queue samples and return at once. Each goes into ``box`` when it has ended; ``take`` returns them."""
 
         def add(_: S) -> None:
             for sample in samples:
-                heapq.heappush(self._waiting, (not sample.ahead, sample.number, next(self._arrivals), _Handed(sample, box)))
+                # The arrival comes before the sample, because samples cannot be compared.
+                heapq.heappush(self._waiting, (not sample.ahead, sample.number, next(self._arrivals), _Submitted(sample, box)))
 
         self._post(add, when_empty=False)
 
     def take(self, box: Box, at_least: int = 1, wait_seconds: float | None = None) -> Box:
-        """Number and response of the samples in ``box``, which is emptied, once they are ``at_least`` so many or
-        ``wait_seconds`` are over (None: for ever)."""
+        """Empty ``box`` once it holds ``at_least`` samples or ``wait_seconds`` are over (None: no limit).
+
+        Returns number and response of each.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None or len(box) >= at_least, wait_seconds)
             if self._end is not None:
@@ -114,13 +119,13 @@ class StepLoop(Generic[S]):
             return taken
 
     def call(self, action: Callable[[S], T], when_empty: bool = False, hold: str = "", release: str = "") -> T:
-        """Have the owning thread do ``action`` between two steps; returns its result or raises its exception.
+        """Run ``action`` in the owning thread between two steps; returns its result or raises its exception.
 
         Args:
             action: What to do with the sampler.
-            when_empty: Only when all samples handed over before have ended. What is handed over after it waits meanwhile.
-            hold: From the action's beginning on no step is made, even if it fails, until another call releases the same word.
-            release: Ends the hold of this word, if the action succeeds.
+            when_empty: Wait until all samples submitted before have ended; samples submitted later wait for this call.
+            hold: No step runs after this action has begun, even if it fails, until another call releases the same word.
+            release: Ends the hold of this word if the action succeeds.
         """
 
         def held(sampler: S) -> T:
@@ -130,10 +135,11 @@ class StepLoop(Generic[S]):
             self._holds.discard(release)
             return result
 
+        # Outside the lock: the owning thread needs it to run the command.
         return self._post(held, when_empty).result()
 
     def stop(self) -> None:
-        """End the thread after the step that it is making; calls raise ``RuntimeError`` from then on."""
+        """End the thread after its current step; later calls raise ``RuntimeError``."""
         self._finish(RuntimeError("the engine's step loop was stopped."))
         self._thread.join()
 
@@ -161,29 +167,29 @@ class StepLoop(Generic[S]):
             sampler = build()
             while self._end is None:
                 if command := self._next_command():
-                    self._carry_out(command, sampler)
+                    self._run_command(command, sampler)
                 elif self._end is None:
                     self._begin_waiting(sampler)
-                    self._file(sampler.step())
+                    self._deliver(sampler.step())
         except BaseException as error:
-            self._finish(error)  # whoever calls next raises it
+            self._finish(error)  # the next call raises it
             if not isinstance(error, Exception):
                 raise
 
     def _next_command(self) -> _Command | None:
-        """The first in the queue if it may be carried out now, else None if there is something to sample; waits for either."""
+        """Wait for work. Returns the first command if it may run now, None if a step may run."""
         with self._changed:
-            self._changed.wait_for(lambda: self._may_obey() or self._may_step() or self._end is not None)
-            return self._commands.popleft() if self._may_obey() else None
+            self._changed.wait_for(lambda: self._may_run_command() or self._may_step() or self._end is not None)
+            return self._commands.popleft() if self._may_run_command() else None
 
-    def _may_obey(self) -> bool:
+    def _may_run_command(self) -> bool:
         # A call for an empty sampler does not wait for samples that are held: it may be the one that releases them.
         return bool(self._commands) and not (self._commands[0].when_empty and self._may_step())
 
     def _may_step(self) -> bool:
-        return bool(self._under_way or self._waiting) and not self._holds
+        return bool(self._running or self._waiting) and not self._holds
 
-    def _carry_out(self, command: _Command, sampler: S) -> None:
+    def _run_command(self, command: _Command, sampler: S) -> None:
         try:
             command.answer.set_result(command.action(sampler))
         except BaseException as error:
@@ -192,22 +198,22 @@ class StepLoop(Generic[S]):
                 raise
 
     def _begin_waiting(self, sampler: S) -> None:
-        """Begin samples, as far as there is room and none that goes ahead holds them back."""
-        while self._waiting and len(self._under_way) < sampler.capacity:
-            behind, _, arrival, handed = self._waiting[0]
-            if behind and self._ahead_under_way:
+        """Begin samples while there is room and no running sample has priority over them."""
+        while self._waiting and len(self._running) < sampler.capacity:
+            behind, _, arrival, submitted = self._waiting[0]
+            if behind and self._ahead_running:
                 return
             heapq.heappop(self._waiting)
-            self._under_way[str(arrival)] = handed
-            self._ahead_under_way += handed.sample.ahead
-            sampler.begin(str(arrival), handed.sample)
+            self._running[str(arrival)] = submitted
+            self._ahead_running += submitted.sample.ahead
+            sampler.begin(str(arrival), submitted.sample)
 
-    def _file(self, ended: Sequence[tuple[str, Any]]) -> None:
+    def _deliver(self, ended: Sequence[tuple[str, Any]]) -> None:
         if not ended:
             return
         with self._changed:
             for key, response in ended:
-                handed = self._under_way.pop(key)
-                self._ahead_under_way -= handed.sample.ahead
-                handed.box.append((handed.sample.number, response))
+                submitted = self._running.pop(key)
+                self._ahead_running -= submitted.sample.ahead
+                submitted.box.append((submitted.sample.number, response))
             self._changed.notify_all()

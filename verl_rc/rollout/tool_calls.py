@@ -42,6 +42,7 @@ def parse_hermes(text: str) -> list[ParsedCall]:
 def _hermes_call(body: str) -> ParsedCall:
     try:
         call = json.loads(body)
+    # A policy writes anything: deeply nested JSON ends in a RecursionError.
     except (ValueError, RecursionError):
         return MalformedCall("a tool call must be JSON")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
@@ -68,7 +69,7 @@ def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:
     return tag_parser(chosen[0])
 
 
-def answer(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller) -> str:
+def answer_call(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller) -> str:
     """What the policy reads after a call: the tool's answer, or what is wrong with the call.
 
     Raises ``ToolFailedError`` when the tool itself fails, or hangs.
@@ -81,7 +82,7 @@ def answer(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller) -> s
     return caller.call(tool, call.arguments)
 
 
-def shortened(text: str, limit: int, side: str) -> str:
+def truncated(text: str, limit: int, side: str) -> str:
     """``text`` cut to ``limit`` characters and marked where it is cut: on its left or right ``side``, or in the ``middle``."""
     if len(text) <= limit:
         return text

@@ -54,7 +54,7 @@ class Tool:
 
 
 MAX_CHARACTERS = 200
-"""Longest expression. It bounds depth and number of operations, hence the time."""
+"""Longest expression. It bounds depth, number of operations and time."""
 MAX_BITS = 256
 """Largest size of a numerator or denominator, of results between and at the end."""
 MAX_EXPONENT = 64
@@ -75,11 +75,11 @@ def evaluate_expression(expression: str) -> str:
     """The value of an expression of numbers, ``+ - * / // % **`` and parentheses; Python's rules of precedence.
 
     The arithmetic is exact, on fractions of the numbers as written (up to 17 digits): ``0.1+0.2`` is ``0.3``. A value that is
-    no whole number is written as a decimal, rounded to 10 significant digits. Nothing is ever executed: the syntax tree is
+    not an integer is written as a decimal, rounded to 10 significant digits. No code is executed: the syntax tree is
     walked, and anything but numbers and these operators is refused. Work is bounded by the length of the expression and the
     size of its numbers.
 
-    Raises ``ToolError`` for what is no such expression, has no value, or is too large.
+    Raises ``ToolError`` for text that is no such expression, has no value, or is too large.
     """
     text = expression.strip()
     if len(text) > MAX_CHARACTERS:
@@ -89,36 +89,39 @@ def evaluate_expression(expression: str) -> str:
     try:
         with warnings.catch_warnings(action="ignore"):  # about the expression's style
             tree = ast.parse(text, mode="eval")
+    # CPython's parser raises MemoryError, too, for nesting that is too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ToolError("not an arithmetic expression") from None
-    return _written(_value(tree.body))
+    return _format(_evaluate(tree.body))
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate(node: ast.expr) -> Fraction:
     match node:
+        # bool first: it is a subclass of int, and True would count as 1.
         case ast.Constant(value=bool() | complex() | str() | bytes()):
             raise ToolError("not an arithmetic expression")
         case ast.Constant(value=int() | float() as number):
-            return _bounded(_exact(node, number))
+            return _check_size(_to_fraction(node, number))
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _SIGNS:
-            return _SIGNS[type(sign)](_value(operand))
+            return _SIGNS[type(sign)](_evaluate(operand))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _bounded(_power(_value(left), _value(right)))
+            return _check_size(_power(_evaluate(left), _evaluate(right)))
         case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _BINARY:
-            first, second = _value(left), _value(right)
+            first, second = _evaluate(left), _evaluate(right)
             if second == 0 and isinstance(operation, ast.Div | ast.FloorDiv | ast.Mod):
                 raise ToolError("division by zero")
-            return _bounded(Fraction(_BINARY[type(operation)](first, second)))
+            return _check_size(Fraction(_BINARY[type(operation)](first, second)))
         case _:
             raise ToolError("not an arithmetic expression")
 
 
-def _exact(node: ast.Constant, number: int | float) -> Fraction:
+def _to_fraction(node: ast.Constant, number: int | float) -> Fraction:
     """A literal as it was written: 0.1 is one tenth, not the nearest binary fraction."""
     if isinstance(number, int):
         return Fraction(number)
     if not math.isfinite(number) or abs(number) > 2.0**MAX_BITS or 0 < abs(number) < 2.0**-MAX_BITS:
         raise ToolError("a number is too large")
+    # repr is the shortest decimal that reads back as the same float; Fraction(0.1) is not 1/10.
     return Fraction(repr(number))
 
 
@@ -127,16 +130,17 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise ToolError(f"an exponent must be a whole number of at most {MAX_EXPONENT}")
     if base == 0 and exponent < 0:
         raise ToolError("division by zero")
+    # The exponent is bounded before the power is computed: 9**9**9 would never end.
     return Fraction(base ** int(exponent))
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ToolError("a number is too large")
     return value
 
 
-def _written(value: Fraction) -> str:
+def _format(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
@@ -157,7 +161,7 @@ class ToolFailedError(RuntimeError):
 
 
 class ToolCaller:
-    """Calls tools one after the other in a thread of its own, which does not keep the process alive when one of them hangs."""
+    """Calls tools one at a time in a daemon thread, so that a tool that hangs does not keep the process alive."""
 
     def __init__(self, timeout_seconds: float) -> None:
         """``timeout_seconds``: of each call."""
@@ -178,6 +182,7 @@ class ToolCaller:
         self._calls.put((tool, arguments))
         where = f"the tool {tool.name!r} of {_KEY}.tools, called with {reprlib.repr(dict(arguments))},"
         try:
+            # Python cannot stop a thread: one that hangs is left behind and the run ends with its name.
             answer = self._answers.get(timeout=self._timeout_seconds)
         except queue.Empty:
             raise ToolFailedError(
@@ -214,7 +219,7 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
     """
     tools: dict[str, Tool] = {}
     for name in names:
-        tool = _imported(name) if ":" in name else BUILT_IN.get(name)
+        tool = _import_tool(name) if ":" in name else BUILT_IN.get(name)
         if tool is None:
             raise ValueError(
                 f"actor_rollout_ref.rollout.multi_turn.tools must name tools among {sorted(BUILT_IN)} or module:attribute, got "
@@ -226,11 +231,12 @@ def find_tools(names: Sequence[str]) -> dict[str, Tool]:
     return tools
 
 
-def _imported(name: str) -> Tool:
+def _import_tool(name: str) -> Tool:
     module_name, _, attribute = name.partition(":")
     key = f"actor_rollout_ref.rollout.multi_turn.tools={name}"
     try:
         tool = getattr(importlib.import_module(module_name), attribute, None)
+    # A user's module may raise anything, and a script without a main guard calls sys.exit().
     except (Exception, SystemExit) as error:
         raise ValueError(f"{key} cannot be imported: {error!r}. The module must be on PYTHONPATH.") from error
     if not isinstance(tool, Tool):

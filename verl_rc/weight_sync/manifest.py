@@ -71,6 +71,7 @@ class Manifest:
         bucket: list[TensorSpec] = []
         size = 0
         for spec in self.tensors:
+            # One dtype a bucket: it then travels as one flat tensor.
             if bucket and (size + spec.num_bytes > max_bytes or spec.dtype != bucket[0].dtype):
                 yield bucket
                 bucket, size = [], 0
@@ -92,10 +93,16 @@ def tensor_digest(tensor: Tensor) -> int:
     words_missing = -data.numel() % 8
     if words_missing:
         data = torch.cat([data, data.new_zeros(words_missing)])
+    # view(int64) needs memory that starts at a multiple of 8 bytes; a slice of a bucket starts at any
+    # element. A clone starts at an allocation of its own, which is aligned.
     words = data.view(torch.int64) if data.data_ptr() % 8 == 0 else data.clone().view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
+    # In chunks: the positions of all words would take as much memory as the tensor itself.
     for start in range(0, words.numel(), _WORDS_PER_CHUNK):
         chunk = words[start : start + _WORDS_PER_CHUNK]
         position = torch.arange(start, start + chunk.numel(), device=words.device)
+        # int64 wraps around modulo 2**64 on every device, and such a sum does not depend on the order of its
+        # terms: trainer and engine get the same digest on different hardware.
         total += (chunk * ((position * _POSITION_FACTOR + _POSITION_OFFSET) | 1)).sum()
+    # The padding adds 0 to the sum: only the length tells apart tensors that differ in zeros at the end.
     return int(total) ^ (tensor.numel() << 1)

@@ -55,13 +55,15 @@ class LogProbGap:
 
     @classmethod
     def between(cls, train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> "LogProbGap":
-        """Gap over the True positions of ``mask`` (all ``[B, R]``) whose log-probs are finite; others are not its business."""
+        """Gap over the True positions of ``mask`` with finite log-probs; all three are ``[B, R]``."""
         gap = token_gaps(train_log_probs, rollout_log_probs, mask)
+        # Stacked, so that both numbers come from the device in one copy.
         mean, maximum = torch.stack([gap.mean(), gap.max()]).tolist() if gap.numel() else (0.0, 0.0)
         return cls(mean, maximum)
 
     def require_at_most(self, limit: float, where: str) -> None:
         """Raise ``SyncProofError`` when the mean gap is above ``limit`` nats (or is no number)."""
+        # Not `self.mean > limit`: a comparison with NaN is False, and a gap that is NaN must be refused.
         if not self.mean <= limit:
             raise SyncProofError(
                 f"{where}: the mean |trainer - rollout log-prob| must be at most {limit:.3g} nats for this engine, "
@@ -74,6 +76,7 @@ class LogProbGap:
 def token_gaps(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     """float64 ``[K]``: ``|train - rollout log-prob|``, nats, at the True positions of ``mask`` where it is finite."""
     gaps = (train_log_probs - rollout_log_probs).abs()[mask].double()
+    # Rollout correction has its own rule and its own limit for log-probs that are not finite.
     return gaps[torch.isfinite(gaps)]
 
 
@@ -85,7 +88,7 @@ _FACTOR_OVER_FIRST = 4.0
 
 @dataclass(frozen=True)
 class GapLimit:
-    """How large the mean gap may be: as configured, or calibrated by the first gap that the run sees."""
+    """Limit of the mean gap: configured, or calibrated by the first gap of the run."""
 
     plausible: float
     """Nats; a first gap above it is a fault. See ``engine_precision``."""
@@ -97,23 +100,26 @@ class GapLimit:
         """``precision``: a key of the table of plausible gaps."""
         return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed)
 
-    def in_force(self, calibrated: float | None) -> float:
-        """The mean gap above which a step is refused, nats; ``calibrated`` is None before the first gap."""
+    def limit(self, calibrated: float | None) -> float:
+        """The largest mean gap that a step may have, nats; ``calibrated`` is None before the first gap."""
         return self.fixed or calibrated or self.plausible
 
-    def after(self, gap: LogProbGap, calibrated: float | None, where: str) -> float:
-        """The calibrated limit once ``gap`` was seen; belongs in a checkpoint. Only the first gap decides it.
+    def calibrate(self, gap: LogProbGap, calibrated: float | None, where: str) -> float:
+        """The calibrated limit after ``gap``, to be kept in a checkpoint. Only the first gap sets it.
 
-        Raises ``SyncProofError`` when ``gap`` is above the limit in force; ``where`` says whose gap it is.
+        Raises ``SyncProofError`` when ``gap`` is above the current limit; ``where`` names the source of the gap.
         """
-        gap.require_at_most(self.in_force(calibrated), where)
+        gap.require_at_most(self.limit(calibrated), where)
         if calibrated is not None:
             return calibrated
+        # At least a quarter of the plausible gap: after a first gap that is small by chance, ordinary ones
+        # would count as faults.
         return min(self.plausible, max(_FACTOR_OVER_FIRST * gap.mean, self.plausible / 4))
 
 
 def engine_precision(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:
     """The least precise part of an engine, as a key of the table of plausible gaps."""
+    # The cache first: its gap is three times that of fp8 weights.
     if kv_cache_dtype.startswith("fp8"):
         return "fp8_kv_cache"
     if quantization is not None:

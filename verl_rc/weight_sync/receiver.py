@@ -1,7 +1,7 @@
-"""The engine's end of a weight update, as a vLLM weight-transfer backend. Importing this module registers it.
+"""The receiving end of a weight update, as a vLLM weight-transfer backend. Importing this module registers it.
 
-vLLM's layerwise reload is the only way in that works everywhere: on a CPU its weights are prepacked after loading
-and the parameters emptied, and a quantised engine has to quantise anew.
+Weights are loaded by vLLM's layerwise reload, the only method that works everywhere: on a CPU vLLM prepacks weights after
+loading and empties the parameters, and a quantised engine must quantise again.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class ReceiverAddress(WeightTransferInitInfo):
 
 
 @dataclass
-class ReceiveOrder(WeightTransferUpdateInfo):
+class ReceiveRequest(WeightTransferUpdateInfo):
     """A whole update to receive by broadcast, or one lent bucket to copy."""
 
     manifest: list[dict[str, Any]] = field(default_factory=list)
@@ -44,14 +44,14 @@ class ReceiveOrder(WeightTransferUpdateInfo):
     handle: BucketHandle | None = None
 
 
-class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
+class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     """Takes buckets by broadcast or out of lent memory, digests each tensor, and loads it by layerwise reload."""
 
     init_info_cls = ReceiverAddress
-    update_info_cls = ReceiveOrder
+    update_info_cls = ReceiveRequest
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As vLLM builds every weight-transfer engine."""
+        """Take the arguments that vLLM passes to every weight-transfer engine."""
         super().__init__(*arguments, **options)
         self._group: Group | None = None
         self._updating = False
@@ -79,13 +79,14 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one order. (The base class synchronises an accelerator, which a CPU does not have.)"""
+        """Receive one request. (The base class synchronises an accelerator, which a CPU does not have.)"""
         self.receive_weights(self.parse_update_info(update_info))
+        # vLLM's base class synchronises the accelerator here, which raises on a machine that has none.
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: ReceiveOrder) -> None:
-        """Receive every bucket of the order and load it."""
+    def receive_weights(self, update_info: ReceiveRequest) -> None:
+        """Receive every bucket of the request and load it."""
         if update_info.handle is not None:
             self._load(update_info.handle.tensors, copy_bucket(update_info.handle, self.device))
             return
@@ -99,11 +100,14 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveOrder]):
         """Load a bucket ``flat`` of this worker's own: layerwise reload keeps views of it until their layer is complete."""
         parts = flat.split([spec.num_elements for spec in bucket])
         self.digests.update({spec.name: tensor_digest(part) for spec, part in zip(bucket, parts, strict=True)})
+        # Called once a bucket: vLLM's layerwise reload collects tensors and processes a layer (prepacking,
+        # quantisation) when its last one has come, in this call or a later one.
         loaded = self.model.load_weights((spec.name, part.view(spec.shape)) for spec, part in zip(bucket, parts, strict=True))
         self.loaded |= set(loaded or ())
 
     def finish_weight_update(self) -> None:
         """Quantise or prepack the layers that are complete."""
+        # Before the call: if it fails, the next update must start anew and not finish this one again.
         self._updating = False
         finalize_layerwise_reload(self.model, self.model_config)
 
@@ -127,5 +131,6 @@ class ReceiptExtension:
         return device_key(self.weight_transfer_engine.device)
 
 
+# vLLM refuses to register a name twice.
 if BACKEND_NAME not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND_NAME, WeightReceiver)

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight update: gather, cast to the wire dtype, digest, then broadcast or lend."""
+"""The sending end of a weight update: gather, cast to the wire dtype, digest, then broadcast or lend."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from verl_rc.weight_sync.transfer_group import (
 
 @dataclass(frozen=True)
 class SendReceipt:
-    """What the sender put on the wire: a digest per tensor, and the bytes in all."""
+    """What the sender sent: a digest of each tensor, and the number of bytes."""
 
     digests: dict[str, int]
     num_bytes: int
@@ -90,19 +90,22 @@ class WeightSender:
     def send(self) -> SendReceipt:
         """Broadcast every tensor of the manifest; collective over the trainer ranks.
 
-        Raises ``TransferBrokenError`` when an engine is gone, having left the group, so that the other engines notice too, and
-        having gathered to the end, as the other ranks do. ``join`` opens another group.
+        Raises ``TransferBrokenError`` when an engine is gone. Before that the sender leaves the group, which the other engines
+        notice, and gathers the remaining tensors with the other ranks. ``join`` opens another group.
         """
         self._digests = {}
         broken = None
         for bucket in self.manifest.buckets(self._bucket_bytes):
+            # Rank 0 goes on gathering after a failure: full_tensor() is a collective that the other ranks wait in.
             if self._group is None:
-                self._help_to_gather(bucket)
+                self._gather_only(bucket)
                 continue
+            # One broadcast a bucket: with gloo, 1 MB a broadcast took twice as long as 64 MB.
             wire = torch.cat(list(self._wire_tensors(bucket)))
             try:
                 broadcast_from_sender(self._group, wire)
             except TransferBrokenError as error:
+                # Without a reference the group closes its connections, which tells the other engines.
                 broken, self._group = error, None
         if broken is not None:
             raise broken
@@ -120,22 +123,22 @@ class WeightSender:
     def offer(self, index: int, share: bool) -> BucketHandle:
         """Lend bucket ``index`` in memory of this rank's device; collective over the trainer ranks.
 
-        A rank with ``share=False`` helps to gather and lends nothing. The bucket lent before is taken back first, so
-        the engines must have copied it: there is never more than one bucket of extra memory.
+        A rank with ``share=False`` only takes part in gathering. The previous bucket is freed first, so the engines must
+        have copied it: extra memory is one bucket at most.
         """
         if index == 0:
             self._digests = {}
-        self._take_back()
+        self._release_bucket()
         bucket = self._buckets()[index]
         if not share:
-            self._help_to_gather(bucket)
+            self._gather_only(bucket)
             return BucketHandle(tuple(bucket), {})
         self._lent = share_bucket(bucket, self._wire_tensors(bucket), self._device)
-        return BucketHandle(tuple(bucket), {self.device_key(): self._lent.place()})
+        return BucketHandle(tuple(bucket), {self.device_key(): self._lent.export()})
 
     def release(self) -> SendReceipt:
-        """Take the last bucket back, be the update complete or broken off; the receipt counts what was offered."""
-        self._take_back()
+        """Free the last bucket, after a complete or an interrupted update. The receipt lists what was offered."""
+        self._release_bucket()
         if self._device.type != "cpu":
             # The engine that wakes up next to this process needs the room.
             torch.cuda.empty_cache()
@@ -148,18 +151,19 @@ class WeightSender:
     def _buckets(self) -> list[list[TensorSpec]]:
         return list(self.manifest.buckets(self._bucket_bytes))
 
-    def _take_back(self) -> None:
+    def _release_bucket(self) -> None:
         if self._lent is not None:
             self._lent.release()
             self._lent = None
 
-    def _help_to_gather(self, bucket: list[TensorSpec]) -> None:
+    def _gather_only(self, bucket: list[TensorSpec]) -> None:
         for _ in self._wire_tensors(bucket):
             pass
 
     def _wire_tensors(self, bucket: list[TensorSpec]) -> Iterator[Tensor]:
         """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their digests."""
         for spec in bucket:
+            # Cast before the digest: the engine can only digest what it receives.
             wire = self._weights.gather(spec.name).reshape(-1).to(spec.torch_dtype)
             if self._rank == 0:
                 self._digests[spec.name] = tensor_digest(wire)

@@ -24,14 +24,14 @@ _DEVICE_ARGUMENT = 6
 
 
 @dataclass(frozen=True)
-class HostPlace:
+class SharedMemoryHandle:
     """A bucket in shared host memory."""
 
     path: str
 
 
 @dataclass(frozen=True)
-class CudaPlace:
+class CudaIpcHandle:
     """A bucket in a GPU's memory, exported by CUDA IPC."""
 
     rebuild_arguments: tuple[Any, ...]
@@ -40,11 +40,11 @@ class CudaPlace:
 
 @dataclass(frozen=True)
 class BucketHandle:
-    """Where a bucket lies, device by device: all that travels through the driver."""
+    """Where a bucket lies on each device. The driver passes on this handle only, never the weights."""
 
     tensors: tuple[TensorSpec, ...]
     """The bucket's tensors in order; they lie end to end and share one dtype."""
-    places: Mapping[str, HostPlace | CudaPlace]
+    by_device: Mapping[str, SharedMemoryHandle | CudaIpcHandle]
     """By the key of the device, see ``device_key``."""
 
     @property
@@ -54,22 +54,22 @@ class BucketHandle:
 
     @classmethod
     def merged(cls, handles: "Sequence[BucketHandle]") -> "BucketHandle":
-        """What all trainer ranks offer of one bucket, as one handle."""
-        places = {key: place for handle in handles for key, place in handle.places.items()}
-        return cls(handles[0].tensors, places)
+        """The handles of all trainer ranks for one bucket, as one."""
+        by_device = {key: exported for handle in handles for key, exported in handle.by_device.items()}
+        return cls(handles[0].tensors, by_device)
 
 
 class SharedBucket(Protocol):
     """The lending end: memory from allocation to release."""
 
     flat: Tensor
-    """``[num_elements]``, to be filled before ``place`` is given away."""
+    """``[num_elements]``, to be filled before ``export`` is given away."""
 
-    def place(self) -> HostPlace | CudaPlace:
+    def export(self) -> SharedMemoryHandle | CudaIpcHandle:
         """How the other process finds the memory."""
 
     def release(self) -> None:
-        """Take the memory back; the other process has copied it, or never will."""
+        """Free the memory, after the other process has copied it or was lost."""
 
 
 class HostBucket:
@@ -84,6 +84,8 @@ class HostBucket:
         self._segment = SharedMemory(create=True, size=num_bytes)
         try:
             with self._path.open("r+b") as file:
+                # SharedMemory only sets the size. /dev/shm takes its pages on the first write, and one that finds no
+                # room ends the process with SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as error:
             self._remove()
@@ -95,9 +97,9 @@ class HostBucket:
         num_elements = sum(spec.num_elements for spec in tensors)
         self.flat = torch.frombuffer(self._segment.buf, dtype=tensors[0].torch_dtype, count=num_elements)
 
-    def place(self) -> HostPlace:
+    def export(self) -> SharedMemoryHandle:
         """The segment's path."""
-        return HostPlace(str(self._path))
+        return SharedMemoryHandle(str(self._path))
 
     def release(self) -> None:
         """Unmap and unlink the segment."""
@@ -122,15 +124,17 @@ class CudaBucket:
         num_elements = sum(spec.num_elements for spec in tensors)
         self.flat = torch.empty(num_elements, dtype=tensors[0].torch_dtype, device=device)
 
-    def place(self) -> CudaPlace:
+    def export(self) -> CudaIpcHandle:
         """A fresh export, once everything written has arrived in memory."""
+        # An IPC handle shares memory, not the order of this process's streams.
         torch.cuda.synchronize(self.flat.device)
         _, arguments = reduce_tensor(self.flat)
-        return CudaPlace(arguments)
+        return CudaIpcHandle(arguments)
 
     def release(self) -> None:
         """Free the memory, and what earlier exports still held."""
         del self.flat
+        # PyTorch frees exported memory that the importer has closed at its next export, or when asked to.
         torch.cuda.ipc_collect()
 
 
@@ -142,6 +146,7 @@ def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], device:
         for part in parts:
             bucket.flat[start : start + part.numel()].copy_(part)
             start += part.numel()
+    # Also at KeyboardInterrupt: a segment of shared memory would outlive the process.
     except BaseException:
         bucket.release()
         raise
@@ -151,22 +156,22 @@ def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], device:
 def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
     """A private copy ``[num_elements]`` of a lent bucket; the lender may take its memory back afterwards.
 
-    Raises ``ValueError`` when nobody offers the bucket on ``device``, ``RuntimeError`` when the memory is gone.
+    Raises ``ValueError`` when the bucket is not offered on ``device``, ``RuntimeError`` when the memory is gone.
     """
     key = device_key(device)
-    if key not in handle.places:
+    if key not in handle.by_device:
         raise ValueError(
             f"a bucket of weights must be offered on the engine's own device {key}, it is offered on "
-            f"{sorted(handle.places) or 'none'}. Set actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when "
+            f"{sorted(handle.by_device) or 'none'}. Set actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast when "
             "engines and trainer do not share their devices."
         )
-    place = handle.places[key]
-    if isinstance(place, HostPlace):
+    exported = handle.by_device[key]
+    if isinstance(exported, SharedMemoryHandle):
         # A private mapping: read-only for the lender's memory, and unknown to the resource tracker of this process,
         # which would remove the segment under the lender's feet.
         dtype = handle.tensors[0].torch_dtype
-        return torch.from_file(place.path, shared=False, size=handle.num_elements, dtype=dtype).clone()
-    arguments = list(place.rebuild_arguments)
+        return torch.from_file(exported.path, shared=False, size=handle.num_elements, dtype=dtype).clone()
+    arguments = list(exported.rebuild_arguments)
     arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device() if device.index is None else device.index
     lent = rebuild_cuda_tensor(*arguments)
     copied: Tensor = lent.clone()
@@ -176,9 +181,10 @@ def copy_bucket(handle: BucketHandle, device: torch.device) -> Tensor:
 
 
 def device_key(device: torch.device) -> str:
-    """A device's name for every process: a GPU's UUID, whatever its index is here; a CPU's host name."""
+    """A name of the device that all processes share: the UUID of a GPU, the host name of a CPU."""
     if device.type == "cpu":
         return f"cpu@{socket.gethostname()}"
+    # CUDA_VISIBLE_DEVICES lets every process count its GPUs from 0.
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

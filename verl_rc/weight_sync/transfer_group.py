@@ -36,11 +36,13 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Gr
     """
     timeout = timedelta(seconds=address.timeout_seconds)
     tcp = open_store(address.host, address.port, address.world_size, rank == 0, timeout)
+    # No init_process_group: a process has one default group, and vLLM's workers use theirs.
     store = dist.PrefixStore("weight_transfer", tcp)
     if backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
+        # init_process_group would add a device; a group built by hand without one is refused.
         options._devices = [gloo.create_default_device()]
         return gloo(store, rank, address.world_size, options)
     if backend == "nccl":

@@ -1,4 +1,4 @@
-"""Bypass mode in the actor: what rollout correction knows about a mini-batch over all micro-batches and ranks."""
+"""Bypass mode in the actor: rollout correction of a mini-batch over all its micro-batches and ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -29,13 +29,16 @@ class ActorCorrection:
         self._whole: CorrectionStatistics | None = None
         self._seen: CorrectionStatistics | None = None
         self._all: CorrectionStatistics | None = None
+        # float64: with float32 sums the gap over ranks would depend on how rows are spread over them.
         self._gap = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         self.statistics_seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
 
-    def look_ahead(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
-        """Where the loss depends on the whole mini-batch: a pass without gradient. Returns what the loss is divided by, or None
-        where the counts are known without it. Collective."""
+    def measure_mini_batch(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
+        """Measure the mini-batch in a pass without gradient, if the loss depends on it as a whole; collective.
+
+        Returns the loss's denominators, or None where they are known without the pass.
+        """
         self._seen = self._whole = None
         if not needs_statistics_first(self._config):
             return None
@@ -46,12 +49,14 @@ class ActorCorrection:
             found = measure_current(batch, log_probs, self._config, self._policy_version)
             parts = found if parts is None else parts.merge(found)
         assert parts is not None
+        # Every rank takes part, also one whose rows are all padding: an all-reduce waits for all of them.
         self._whole = self._over_ranks(parts)
         self.statistics_seconds += time.perf_counter() - started
         return kept_counts(self._whole) if self._config.rejection_denominator == "kept" else None
 
     def correct(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
-        """The micro-batch with weights and ``loss_mask`` as its current log-probs ``[B, R]`` demand."""
+        """The micro-batch with weights and ``loss_mask`` from its current log-probs ``[B, R]``."""
+        # Weights and masks are constants of the loss.
         log_probs = log_probs.detach()
         found = measure_current(batch, log_probs, self._config, self._policy_version)
         self._seen = found if self._seen is None else self._seen.merge(found)
@@ -59,7 +64,7 @@ class ActorCorrection:
         return correct_current(batch, log_probs, self._config, self._whole or found)
 
     def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
-        """What ``correct`` will make of the micro-batch; nothing is counted."""
+        """The micro-batch as ``correct`` will return it, without adding to the statistics."""
         found = self._whole or measure_current(batch, log_probs, self._config, self._policy_version)
         return correct_current(batch, log_probs, self._config, found)
 
@@ -70,6 +75,8 @@ class ActorCorrection:
         """
         assert self._seen is not None
         whole = self._over_ranks(self._seen)
+        # From totals over all ranks: all of them raise, or none. One alone would leave the others waiting in
+        # the next collective.
         require_finite(whole.metrics(self._config), self._config)
         self._all = whole if self._all is None else self._all.merge(whole)
         return kept_counts(whole).num_tokens
@@ -77,12 +84,14 @@ class ActorCorrection:
     def gap(self) -> LogProbGap:
         """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks. Collective."""
         sums, largest = (part.clone() for part in self._gap)
+        # Copies are reduced: an all-reduce works in place, and reduced sums would be reduced again.
         total, count = all_reduce_sum(sums, self._mesh).tolist()
         return LogProbGap(total / count if count else 0.0, float(all_reduce_max(largest, self._mesh)))
 
     def statistics(self) -> CorrectionStatistics:
         """Of all mini-batches and ranks, on the CPU."""
         assert self._all is not None
+        # Ray would otherwise send a GPU tensor to a driver without a GPU.
         return self._all.with_vectors(self._all.sums.cpu(), self._all.maxima.cpu())
 
     def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:

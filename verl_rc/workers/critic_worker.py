@@ -13,8 +13,8 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, value_objective
 from verl_rc.workers.forward import score_values
 from verl_rc.workers.language_model import load_value_model, torch_dtype
-from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
-from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
+from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
+from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
 
 
 class CriticWorker(Learner):
@@ -25,6 +25,7 @@ class CriticWorker(Learner):
         self._config, model = config.critic, config.critic.model
         self._address = address
         self._device = trainer_device(config.trainer.device)
+        # The critic's ranks are processes of their own: their default group is not the actor's.
         mesh = join_trainer_group(address, self._device)
         module = load_value_model(
             str(model.path),
@@ -32,7 +33,7 @@ class CriticWorker(Learner):
             bool(model.enable_gradient_checkpointing),
             bool(model.trust_remote_code),
         )
-        learning = Learning(self._config.optim, total_steps, bool(self._config.checkpoint.async_save))
+        learning = LearningOptions(self._config.optim, total_steps, bool(self._config.checkpoint.async_save))
         self.model = ShardedModel(module, mesh, self._config.fsdp_config, learning)
         self._loss_scale_factor = float(config.data.max_response_length)
 
@@ -40,7 +41,7 @@ class CriticWorker(Learner):
         """Values ``[B, R]`` before the given rows' response tokens, without gradient."""
         with self.model.in_use() as module:
             module.eval()
-            return score_rows(tokens, micro_batches, lambda part: [self._values(part)], self._device)
+            return score_sequences(tokens, micro_batches, lambda part: [self._values(part)], self._device)
 
     def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatchShare]) -> list[Metric]:
         """One optimizer step per mini-batch; returns the critic's metrics, to be reduced over ranks."""
@@ -48,9 +49,11 @@ class CriticWorker(Learner):
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
             for share in mini_batches:
+                # A global count: all ranks skip a mini-batch together, or FSDP's collectives would no longer match.
                 if share.num_loss_tokens:
                     self.accumulate(batch, share, totals)
                     totals.add_grad_norm(self.model.step())
+        # The rate that this step had; advancing the schedule returns it before it moves on.
         learning_rate = Metric("critic/lr", self.model.advance_schedule(), Reduction.LAST)
         return [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)]
 
@@ -63,11 +66,11 @@ class CriticWorker(Learner):
             loss_scale_factor=self._loss_scale_factor,
         )
 
-        def objective_of(rows: Sequence[int]) -> Objective:
-            part = take_rows(batch, rows, self._device)
+        def compute_objective(rows: Sequence[int]) -> Objective:
+            part = select_sequences(batch, rows, self._device)
             return value_objective(self._values(part.tokens), part, self._config, aggregation)
 
-        accumulate_gradients(self.model, share.micro_batches, objective_of, self._address.world_size, totals)
+        accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
 
     def _values(self, tokens: TokenBatch) -> Tensor:
         return score_values(self.model.module, tokens, bool(self._config.model.use_remove_padding))

@@ -153,9 +153,11 @@ def _build(part: Part, source: _Source, tensors: dict[str, Tensor], dtype: torch
     """The trained model in ``dtype``; base weights are read only to merge adapters into them."""
     if part == "policy" and source.model.lora_rank:
         base = load_causal_lm(source.model.path, source.actor_dtype, trust_remote_code=source.model.trust_remote_code)
+        # Merged in float32, as the trainer merges for its engines, and rounded once.
         adapted: Any = add_adapters(base.float(), source.model)
         _fill(adapted, tensors, torch.float32, source)
         return adapted.merge_and_unload().to(dtype)
+    # No memory for the model twice: the saved tensors take the place of the meta tensors (assign=True).
     with torch.device("meta"):
         empty = _empty_model(part, source)
     _fill(empty, tensors, dtype, source)
@@ -181,7 +183,9 @@ def _fill(model: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, source:
             f"{listed(different, MAX_NAMES)}. Say with --model where the right one is."
         )
     typed = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    # Not strict: frozen base weights and tied heads are in the model and not in the checkpoint.
     model.load_state_dict(typed, strict=False, assign=True)
+    # After assign=True a tied head would still be the meta tensor.
     model.tie_weights()
 
 
@@ -212,6 +216,7 @@ def _complete_or_absent(output: Path) -> Iterator[Path]:
             folder = Path(partial) / output.name
             folder.mkdir()
             yield folder
+            # A rename within one folder is atomic: a reader finds the whole model or none.
             folder.rename(output)
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{output} must be writable, but {error}. Free the place or name another one.") from error

@@ -1,4 +1,4 @@
-"""One forward pass over prompts and responses: what a model says about every response token."""
+"""One forward pass over prompts and responses: log-probs, entropies or values of all response tokens."""
 
 from dataclasses import dataclass
 
@@ -12,50 +12,54 @@ from verl_rc.workers.language_model import packed_logits, padded_logits
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How a forward pass runs; results do not depend on it beyond rounding, save for the temperature."""
+    """How a forward pass runs. Except for the temperature, results depend on it by rounding only."""
 
     temperature: float
     """Logits are divided by it, as the sampler does."""
     remove_padding: bool = True
     """Pack real tokens of all rows instead of padding every row to the longest."""
     entropy_gradient: bool = True
-    """Whether entropys carry a gradient; without one they are only looked at."""
+    """Whether entropies carry a gradient; without one they are only looked at."""
 
 
 def score_tokens(
     model: nn.Module, tokens: TokenBatch, options: ForwardOptions, with_entropy: bool, with_sum_pi_squared: bool = False
 ) -> TokenScores:
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one to its left."""
-    packed = PackedRows.of(tokens)
+    packed = PackedSequences.from_tokens(tokens)
     if options.remove_padding:
+        # Logits only where a response token is predicted: prompts would take V floats a token for nothing.
         logits = packed_logits(model, packed.token_ids, packed.lengths, keep=packed.predictors)
     else:
         logits = _padded_outputs(model, packed)
+    # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     log_probs = log_probs_from_logits(logits, targets, temperature=options.temperature)
-    entropys = None
+    entropies = None
     if with_entropy:
+        # An entropy that is only reported would keep a second set of [K, V] tensors alive until backward.
         seen = logits if options.entropy_gradient else logits.detach()
-        entropys = entropy_from_logits(seen, temperature=options.temperature)
-        entropys = packed.on_grid(entropys)
+        entropies = entropy_from_logits(seen, temperature=options.temperature)
+        entropies = packed.to_grid(entropies)
     sum_pi_squared = None
     if with_sum_pi_squared:
-        sum_pi_squared = packed.on_grid(sum_pi_squared_from_logits(logits, temperature=options.temperature))
-    return TokenScores(packed.on_grid(log_probs), entropys, sum_pi_squared)
+        sum_pi_squared = packed.to_grid(sum_pi_squared_from_logits(logits, temperature=options.temperature))
+    return TokenScores(packed.to_grid(log_probs), entropies, sum_pi_squared)
 
 
 def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> Tensor:
     """The critic's value before each response token, float32 ``[B, R]``, read one position to its left; 0 on padding."""
-    packed = PackedRows.of(tokens)
+    packed = PackedSequences.from_tokens(tokens)
     if remove_padding:
         outputs = packed_logits(model, packed.token_ids, packed.lengths)[packed.predictors]
     else:
         outputs = _padded_outputs(model, packed)
-    return packed.on_grid(outputs[:, 0].float())
+    # float32 before the loss: returns of hundreds have steps of 1 or more in bfloat16.
+    return packed.to_grid(outputs[:, 0].float())
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedSequences:
     """The real tokens of some rows, one row after the other, and where the response tokens are predicted."""
 
     token_ids: Tensor
@@ -68,22 +72,24 @@ class PackedRows:
     """bool ``[B, R]``: where those lie on the grid of responses."""
 
     @classmethod
-    def of(cls, tokens: TokenBatch) -> "PackedRows":
+    def from_tokens(cls, tokens: TokenBatch) -> "PackedSequences":
         """Pack left-padded prompts and right-padded responses."""
         is_prompt = positions_mask(tokens.prompt_lengths, tokens.prompts.shape[1]).flip(-1)
         is_response = positions_mask(tokens.response_lengths, tokens.responses.shape[1])
         real = torch.cat([is_prompt, is_response], dim=-1)
         token_ids = torch.cat([tokens.prompts, tokens.responses], dim=-1)[real]
         response_token = torch.cat([torch.zeros_like(is_prompt), is_response], dim=-1)[real]
+        # A causal model predicts a token at the position before it.
         return cls(token_ids, tokens.sequence_lengths, response_token.nonzero()[:, 0] - 1, is_response)
 
-    def on_grid(self, values: Tensor) -> Tensor:
+    def to_grid(self, values: Tensor) -> Tensor:
         """``values`` ``[K]`` at their places in ``[B, R]``, 0 elsewhere."""
+        # masked_scatter: an assignment by a boolean index would make the host wait for the number of tokens.
         grid = torch.zeros(self.is_response.shape, dtype=values.dtype, device=values.device)
         return grid.masked_scatter(self.is_response, values)
 
 
-def _padded_outputs(model: nn.Module, packed: PackedRows) -> Tensor:
+def _padded_outputs(model: nn.Module, packed: PackedSequences) -> Tensor:
     """Outputs ``[K, ...]`` that predict the response tokens, every row padded to the longest."""
     real = positions_mask(packed.lengths, int(packed.lengths.max()))
     padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=packed.token_ids.device)

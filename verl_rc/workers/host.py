@@ -26,6 +26,7 @@ def usable_cores() -> int:
     for folder in _cgroups("cpu"):
         limit = _numbers(folder, "cpu.max") or _numbers(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us")
         if limit and limit[1] > 0:
+            # Rounded up: a container with 1.5 cores can keep two threads busy part of the time.
             cores = min(cores, -(-limit[0] // limit[1]))
     return max(1, cores)
 
@@ -38,6 +39,7 @@ def available_memory() -> int:
             folder, "memory.limit_in_bytes", "memory.usage_in_bytes"
         )
         if limit:
+            # A container's own limit: /proc/meminfo shows the memory of the whole host in it.
             available = min(available, limit[0] - limit[1] + _file_cache(folder))
     return max(0, available)
 

@@ -67,6 +67,7 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
     """
     grouped = key.shape[1] != query.shape[1]
     if packed_layout is None:
+        # With one query position is_causal would mask all keys but the first.
         causal = attention_mask is None and query.shape[2] > 1
         output = F.scaled_dot_product_attention(
             query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
@@ -74,8 +75,11 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
         return output.transpose(1, 2).contiguous(), None
     rows, width, index = packed_layout.num_sequences, packed_layout.max_length, packed_layout.grid_index
 
+    # Padded for attention only, which took a third of the time of a block mask over all
+    # packed tokens, whose cost grows with the square of their number.
     def to_grid(packed: Tensor) -> Tensor:
         heads, head_dim = packed.shape[1], packed.shape[3]
+        # index_copy and index_select have gradients and need no size from the device.
         grid = packed.new_zeros(rows * width, heads, head_dim).index_copy(0, index, packed[0].transpose(0, 1))
         return grid.view(rows, width, heads, head_dim).transpose(1, 2)
 
@@ -111,6 +115,7 @@ def load_value_model(
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
     config = arguments["config"]
+    # Dropout would give old and new values of the same weights different numbers.
     config.num_labels, config.classifier_dropout = 1, 0.0
     try:
         model, loading = AutoModelForTokenClassification.from_pretrained(source, output_loading_info=True, **arguments)
@@ -119,6 +124,7 @@ def load_value_model(
             f"critic.model.path must be a language model, or one with a value head of one output, got {path!r}: {error}"
         ) from error
     head = model.get_submodule("score")
+    # transformers initialises a missing head at random, and says so only in a warning.
     if any(name.startswith("score.") for name in loading["missing_keys"]):
         for parameter in head.parameters():
             nn.init.zeros_(parameter)
@@ -145,6 +151,8 @@ def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tup
 def _with_checkpointing(model: nn.Module, enabled: bool) -> nn.Module:
     if enabled:
         checkpointed: Any = model
+        # PyTorch's reentrant checkpoints do not work where no input needs a gradient, as with LoRA's frozen
+        # embeddings.
         checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
@@ -158,6 +166,7 @@ def packed_logits(model: nn.Module, token_ids: Tensor, lengths: Tensor | list[in
     layout = PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device))
     if layout.grid_index.numel() != token_ids.numel():
         raise ValueError(f"lengths must sum to the number of tokens {token_ids.numel()}, got {layout.grid_index.numel()}.")
+    # transformers' logits_to_keep takes positions: no logits are computed for prompts.
     selection = {} if keep is None else {"logits_to_keep": keep}
     output = model(
         input_ids=token_ids[None],

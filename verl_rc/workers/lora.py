@@ -79,7 +79,9 @@ class MergedWeights:
         weight = self._here.gather(self._weights[name])
         if name not in self._adapters:
             return weight
+        # Both factors are gathered on every rank and in the same order, since each gather is a collective.
         first, second = (self._here.gather(factor).float() for factor in self._adapters[name])
+        # Added in float32 and rounded once, by the sender's cast to the wire dtype.
         return weight.float() + self._scale * (second @ first)
 
 

@@ -1,4 +1,4 @@
-"""The loop over a rank's micro-batches that every worker shares, without gradient and with, and the exact totals it leaves."""
+"""The loop over a rank's micro-batches that all workers share, with or without gradient, and its exact totals."""
 
 import math
 from collections import defaultdict
@@ -15,7 +15,7 @@ from verl_rc.workers.sharded_model import ShardedModel
 
 
 class ObjectiveTotals:
-    """Sums up what the micro-batches of one update report; nothing is averaged before all of it is in."""
+    """Sums up the metrics of all micro-batches of an update; averages are taken at the end only."""
 
     def __init__(self, role: str, num_updates: int) -> None:
         """``role`` (``actor`` or ``critic``) takes ``num_updates`` optimizer steps, over which losses are averaged."""
@@ -26,14 +26,16 @@ class ObjectiveTotals:
         self._grad_norms: list[float] = []
 
     def add(self, objective: Objective) -> None:
-        """Take one micro-batch in."""
+        """Add one micro-batch."""
         for name, share in objective.terms.items():
+            # Detached: the graph of every micro-batch would stay in memory until the update ends.
             self._terms[name].append(share.detach().double())
         for name, metric in objective.averages.items():
+            # Sums and counts, in float64: a mean of micro-batches' means would weigh them alike.
             self._averages[name].append(torch.stack([metric.numerator.double(), metric.denominator.double()]))
 
     def add_grad_norm(self, grad_norm: float) -> None:
-        """Take the gradient norm of one optimizer step in."""
+        """Add the gradient norm of one optimizer step."""
         self._grad_norms.append(grad_norm)
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
@@ -43,11 +45,13 @@ class ObjectiveTotals:
         sums = {name: torch.stack(shares).sum() for name, shares in self._terms.items()}
         quotients = {name: torch.stack(parts).sum(dim=0) for name, parts in self._averages.items()}
         flat = [*sums.values(), *(part for pair in quotients.values() for part in pair)]
+        # One copy from the device for all metrics of an update.
         values = iter(torch.stack(flat).tolist() if flat else [])
         records += [Metric(name, next(values) / self._num_updates, Reduction.SUM) for name in sums]
         for name in quotients:
             numerator, denominator = next(values), next(values)
             records.append(Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator))
+        # The norm is over the shards of all ranks already: every rank has the same number.
         if is_first_rank:
             records += [Metric(f"{self._role}/grad_norm", norm) for norm in self._grad_norms]
             dropped = sum(not math.isfinite(norm) for norm in self._grad_norms)
@@ -59,10 +63,10 @@ Batch = TypeVar("Batch", TrainBatch, CriticBatch)
 MicroBatches = Sequence[Sequence[int]]
 
 
-def score_rows(
+def score_sequences(
     tokens: TokenBatch, micro_batches: MicroBatches, score: Callable[[TokenBatch], Sequence[Tensor]], device: torch.device
 ) -> list[Tensor]:
-    """What ``score`` says about each row's response tokens, float32 ``[B, R]`` each, on the CPU, without gradient.
+    """Results of ``score`` for the response tokens, float32 ``[B, R]`` each, on the CPU, without gradient.
 
     An empty micro-batch runs a forward on row 0 whose result is dropped: FSDP needs all ranks in every forward.
     """
@@ -77,10 +81,11 @@ def score_rows(
     return results
 
 
-def take_rows(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
+def select_sequences(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
     """Some rows of a batch on the device; for an empty micro-batch row 0 with nothing in its masks."""
     part = on_device(batch[list(rows) or [0]], device)
     if not rows:
+        # An empty mask gives a loss of 0 with a graph: backward runs, and its collectives match.
         part.response_mask = torch.zeros_like(part.response_mask)
         if isinstance(part, TrainBatch):
             part.loss_mask = torch.zeros_like(part.loss_mask)
@@ -90,17 +95,18 @@ def take_rows(batch: Batch, rows: Sequence[int], device: torch.device) -> Batch:
 def accumulate_gradients(
     model: ShardedModel,
     micro_batches: MicroBatches,
-    objective_of: Callable[[Sequence[int]], Objective],
+    compute_objective: Callable[[Sequence[int]], Objective],
     world_size: int,
     totals: ObjectiveTotals,
 ) -> None:
-    """Forward and backward over this rank's micro-batches; gradients meet the other ranks' only in the last one.
+    """Forward and backward over this rank's micro-batches; gradients are reduced over ranks in the last one only.
 
-    FSDP averages gradients over ranks, the losses are shares of a sum: hence the factor of the number of ranks.
+    FSDP averages gradients over ranks, but losses are shares of a sum: they are multiplied by the number of ranks.
     """
     for index, rows in enumerate(micro_batches):
+        # FSDP2 otherwise reduces gradients in every backward; accumulated locally, they travel once.
         model.set_gradient_sync(index == len(micro_batches) - 1)
-        objective = objective_of(rows)
+        objective = compute_objective(rows)
         (objective.loss * world_size).backward()
         totals.add(objective)
 

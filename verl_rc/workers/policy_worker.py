@@ -21,13 +21,13 @@ from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
-from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_rows, take_rows
-from verl_rc.workers.orders import UpdateOrder, UpdateReport
-from verl_rc.workers.sharded_model import Learner, Learning, ShardedModel
+from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
+from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
 
 _GIB = 1 << 30
 
@@ -60,18 +60,19 @@ class PolicyWorker(Learner):
             model_config.enable_gradient_checkpointing,
             model_config.trust_remote_code,
         )
-        learning = Learning(self._actor.optim, total_steps, self._actor.checkpoint.async_save)
+        learning = LearningOptions(self._actor.optim, total_steps, self._actor.checkpoint.async_save)
         self.model = ShardedModel(add_adapters(module, model_config), self._mesh, fsdp, learning)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,
             model_config.use_remove_padding,
             entropy_gradient=self._actor.entropy_coeff != 0,
         )
-        self._lending = ExitStack()
+        self._weights_in_use = ExitStack()
         self._statistics_seconds = 0.0
         rollout = config.actor_rollout_ref.rollout
         module = self.model.module
         self._sender = WeightSender(
+            # Engines get plain weights: they need no support for adapters, and every update has the same tensors.
             MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module),
             address.rank,
             rollout.dtype,
@@ -79,17 +80,17 @@ class PolicyWorker(Learner):
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs and entropys ``[B, R]`` of the given rows' response tokens, without gradient; sums of squared probabilities
+        """Log-probs and entropies ``[B, R]`` of the given rows' response tokens, without gradient; sums of squared probabilities
         as a third where the estimator needs them."""
         with self.model.in_use() as module:
             module.eval()
-            return score_rows(tokens, micro_batches, self._scores, self._device)
+            return score_sequences(tokens, micro_batches, self._scores, self._device)
 
     def compute_reference_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs ``[B, R]`` of the model without its LoRA adapters, without gradient."""
         with self.model.in_use() as module, adapters_off(module):
             module.eval()
-            return score_rows(tokens, micro_batches, self._log_probs, self._device)
+            return score_sequences(tokens, micro_batches, self._log_probs, self._device)
 
     def _log_probs(self, tokens: TokenBatch) -> list[Tensor]:
         return [score_tokens(self.model.module, tokens, self._forward, with_entropy=False).log_probs]
@@ -97,38 +98,43 @@ class PolicyWorker(Learner):
     def _scores(self, tokens: TokenBatch) -> list[Tensor]:
         squares = self._needs_sum_pi_squared
         scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares)
-        return [values for values in (scores.log_probs, scores.entropys, scores.sum_pi_squared) if values is not None]
+        return [values for values in (scores.log_probs, scores.entropies, scores.sum_pi_squared) if values is not None]
 
-    def update(self, batch: TrainBatch, order: UpdateOrder) -> UpdateReport:
+    def update(self, batch: TrainBatch, request: UpdateRequest) -> UpdateReport:
         """One optimizer step per mini-batch.
 
         Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (bypass mode, where the current
         log-probs are the first that can be compared with the engine's).
         """
         bypass = self._correction.bypass_mode
-        correction = ActorCorrection(order.correction, self._mesh, order.policy_version) if bypass else None
-        totals, kept_tokens, gap = ObjectiveTotals("actor", len(order.mini_batches)), [], None
+        correction = ActorCorrection(request.correction, self._mesh, request.policy_version) if bypass else None
+        totals, kept_tokens, gap = ObjectiveTotals("actor", len(request.mini_batches)), [], None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
-            for share in order.mini_batches:
+            for share in request.mini_batches:
+                # A global count, so that all ranks skip together and FSDP's collectives match.
                 if share.num_loss_tokens == 0:
                     kept_tokens.append(0)
                     continue
                 kept = self.accumulate(batch, share, totals, correction)
                 if correction is not None and gap is None:
+                    # Of the first mini-batch only: after an update the two policies differ by design.
                     gap = correction.gap()
-                    if order.gap_limit is not None:
-                        gap.require_at_most(order.gap_limit, "this step's rollouts")
+                    if request.gap_limit is not None:
+                        # Before the optimizer step: weights that were trained on rollouts of other weights are lost.
+                        gap.require_at_most(request.gap_limit, "this step's rollouts")
                 kept_tokens.append(kept)
                 if kept:
                     totals.add_grad_norm(self.model.step())
                 else:
+                    # Not a step with gradients of 0: AdamW's moments and weight decay would still change the weights.
                     self.model.discard_gradients()
         records = [Metric("actor/lr", self.model.advance_schedule(), Reduction.LAST)]
         records += totals.metrics(is_first_rank=self._address.rank == 0)
         records += memory_metrics(self._device)
         if self._address.rank == 0:
+            # The counts are global: summed over ranks, each skip would count once a rank.
             skipped = sum(kept == 0 for kept in kept_tokens)
             records.append(Metric("rollout_corr/skipped_updates", skipped, Reduction.SUM))
         seconds = self._statistics_seconds + (0.0 if correction is None else correction.statistics_seconds)
@@ -144,9 +150,10 @@ class PolicyWorker(Learner):
         """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
         num_tokens, num_sequences = share.num_tokens, share.num_sequences
         if correction is not None:
-            kept = correction.look_ahead(share.micro_batches, lambda rows: self._current(batch, rows))
+            kept = correction.measure_mini_batch(share.micro_batches, lambda rows: self._current_log_probs(batch, rows))
             if kept is not None:
                 num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
+        # Selection is over the whole mini-batch, so it precedes the first micro-batch with gradient.
         covariance = self._covariance(batch, share, correction)
         aggregation = Aggregation(
             self._actor.loss_agg_mode,
@@ -155,18 +162,18 @@ class PolicyWorker(Learner):
             loss_scale_factor=self._actor.loss_scale_factor,
         )
 
-        def objective_of(rows: Sequence[int]) -> Objective:
-            part = take_rows(batch, rows, self._device)
+        def compute_objective(rows: Sequence[int]) -> Objective:
+            part = select_sequences(batch, rows, self._device)
             current = self.score(part)
             if correction is not None:
                 part = correction.correct(part, current.log_probs)
             return policy_objective(current, part, self._actor, self._correction, aggregation, covariance)
 
-        accumulate_gradients(self.model, share.micro_batches, objective_of, self._address.world_size, totals)
+        accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
         return share.num_loss_tokens if correction is None else correction.finish()
 
     def score(self, part: TrainBatch) -> TokenScores:
-        """Current log-probs (and entropys, if anything looks at them) of a micro-batch, with gradient."""
+        """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient."""
         with_entropy = self._actor.entropy_coeff != 0 or self._correction.bypass_mode
         return score_tokens(self.model.module, part.tokens, self._forward, with_entropy)
 
@@ -180,7 +187,7 @@ class PolicyWorker(Learner):
         started = time.perf_counter()
         seen = []
         for rows in share.micro_batches:
-            part, log_probs = self._current(batch, rows)
+            part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
             seen.append(covariance_inputs(corrected, log_probs, self._actor))
         over_ranks, from_ranks = partial(all_reduce_sum, mesh=self._mesh), partial(all_gather_vector, mesh=self._mesh)
@@ -188,8 +195,8 @@ class PolicyWorker(Learner):
         self._statistics_seconds += time.perf_counter() - started
         return statistics
 
-    def _current(self, batch: TrainBatch, rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
-        part = take_rows(batch, rows, self._device)
+    def _current_log_probs(self, batch: TrainBatch, rows: Sequence[int]) -> tuple[TrainBatch, Tensor]:
+        part = select_sequences(batch, rows, self._device)
         with torch.no_grad():
             return part, self.score(part).log_probs
 
@@ -198,7 +205,8 @@ class PolicyWorker(Learner):
         return self._sender.manifest
 
     def join_transfer(self, address: TransferAddress) -> None:
-        """Open the way to the engines."""
+        """Join the transfer group of the engines."""
+        # NCCL moves GPU tensors only, gloo is there for machines without.
         self._sender.join(address, "gloo" if self._device.type == "cpu" else "nccl")
 
     def send_weights(self) -> SendReceipt:
@@ -206,7 +214,7 @@ class PolicyWorker(Learner):
         with self.model.in_use():
             return self._sender.send()
 
-    def describe_lending(self) -> tuple[str, int]:
+    def describe_buckets(self) -> tuple[str, int]:
         """The device this rank can lend memory of, and in how many buckets an update comes."""
         return self._sender.device_key(), self._sender.num_buckets
 
@@ -215,11 +223,12 @@ class PolicyWorker(Learner):
 
         The weights stay on the device until ``release_bucket``.
         """
+        # Offloaded weights must stay on the device between the calls of one update.
         if index == 0:
-            self._lending.enter_context(self.model.in_use())
+            self._weights_in_use.enter_context(self.model.in_use())
         return self._sender.offer(index, share)
 
     def release_bucket(self) -> SendReceipt:
-        """Take the last bucket back, which ends the update."""
-        self._lending.close()
+        """Free the last bucket, which ends the update."""
+        self._weights_in_use.close()
         return self._sender.release()

@@ -9,7 +9,7 @@ from verl_rc.data.batches import TokenBatch
 from verl_rc.distributed.process_group import RankAddress, join_trainer_group, leave_trainer_group, trainer_device
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
-from verl_rc.workers.micro_batches import score_rows
+from verl_rc.workers.micro_batches import score_sequences
 from verl_rc.workers.sharded_model import ShardedModel
 
 
@@ -38,8 +38,9 @@ class ReferenceWorker:
             return [score_tokens(self.model.module, part, self._forward, with_entropy=False).log_probs]
 
         with self.model.in_use() as module:
+            # No dropout: the divergence from the policy would be noise.
             module.eval()
-            return score_rows(tokens, micro_batches, score, self._device)
+            return score_sequences(tokens, micro_batches, score, self._device)
 
     def close(self) -> None:
         """Leave the process group."""

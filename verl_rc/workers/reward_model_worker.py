@@ -30,6 +30,7 @@ class RewardModelWorker:
         self._tokenizer = load_tokenizer(path, config.trust_remote_code)
         self._device = trainer_device("cuda" if config.n_gpus_per_node else "cpu")
         self._model = _load_classifier(path, torch_dtype(config.dtype), config.trust_remote_code).to(self._device).eval()
+        # transformers reads the logit of the last token that is not this one, and refuses a batch without it.
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
         positions = getattr(self._model.config, "max_position_embeddings", None)
         self._max_length = min(length for length in (config.max_length, positions, math.inf) if length is not None)

@@ -116,18 +116,20 @@ def train_sft(setup: SftSetup, console: Console) -> SftResult:
 
 
 def train_step(setup: SftSetup, examples: Sequence[WorkedExample], optimizer: torch.optim.Optimizer) -> float:
-    """One optimizer step; returns the mean loss of an answer token, nats, whatever the split into forward passes."""
+    """One optimizer step; returns the mean loss of an answer token, nats, over all forward passes."""
     setup.model.train()
     num_answer_tokens = sum(len(example.answer_token_ids) for example in examples)
     total = torch.zeros((), device=_device(setup.model))
     for part in _micro_batches(examples, setup.config.data.max_token_len_per_gpu):
         logits, targets, _ = answer_logits(setup.model, part)
+        # A sum over all answer tokens: a mean of micro-batches would weigh short ones more.
         loss = F.cross_entropy(logits.float(), targets, reduction="sum") / num_answer_tokens
         loss.backward()
         total += loss.detach()
     torch.nn.utils.clip_grad_norm_(setup.model.parameters(), setup.config.optim.clip_grad)
     optimizer.step()
     optimizer.zero_grad()
+    # Read once, after the optimizer step: it makes the host wait for the device.
     mean = float(total)
     if not math.isfinite(mean):
         raise FloatingPointError(f"the SFT loss must be a number, got {mean}. Lower optim.lr={setup.config.optim.lr}.")
@@ -166,6 +168,7 @@ def answer_logits(model: nn.Module, examples: Sequence[WorkedExample]) -> tuple[
     positions = is_answer.nonzero()[:, 0]
     lengths = torch.tensor([example.num_tokens for example in examples], device=device)
     rows = torch.repeat_interleave(torch.arange(len(examples), device=device), lengths)
+    # A causal model predicts a token at the position before it.
     return packed_logits(model, token_ids, lengths, keep=positions - 1), token_ids[positions], rows[positions]
 
 
@@ -186,7 +189,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _progress(console: Console) -> Progress:
-    """A bar at a terminal; elsewhere the validation lines alone tell how far it is."""
+    """A progress bar at a terminal; elsewhere only validation lines are printed."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 

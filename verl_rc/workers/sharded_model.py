@@ -1,5 +1,4 @@
-"""A model on one rank: FSDP2 shards; for one that learns AdamW and its schedule; written down, taken up, in host memory while
-it rests."""
+"""A model on one rank in FSDP2 shards: AdamW and schedule for a trained one, checkpoints, offload to host memory."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ from verl_rc.workers.language_model import torch_dtype
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimConfig) -> AdamW:
     """AdamW over fp32 master weights; the fused kernel where torch has one for the device."""
     trainable = [p for p in parameters if p.requires_grad]
+    # fused: one kernel instead of several for each parameter.
     return AdamW(trainable, lr=config.lr, betas=(config.betas[0], config.betas[1]), weight_decay=config.weight_decay, fused=True)
 
 
@@ -39,6 +39,7 @@ def build_scheduler(optimizer: AdamW, config: OptimConfig, total_steps: int) -> 
 
     def factor(step: int) -> float:
         if step < warmup:
+            # From 1, not 0: at a rate of 0 the first step would change nothing.
             return (step + 1) / (warmup + 1)
         if config.lr_scheduler_type == "constant":
             return 1.0
@@ -53,7 +54,7 @@ def build_scheduler(optimizer: AdamW, config: OptimConfig, total_steps: int) -> 
 
 
 @dataclass(frozen=True)
-class Learning:
+class LearningOptions:
     """How a model learns."""
 
     optim: OptimConfig
@@ -64,12 +65,13 @@ class Learning:
 
 
 class ShardedModel:
-    """Fp32 master weights in FSDP2 shards. What acts on the weights runs inside ``in_use``."""
+    """Fp32 master weights in FSDP2 shards. Code that needs the weights runs inside ``in_use``."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: Learning | None) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, fsdp: FsdpConfig, learning: LearningOptions | None) -> None:
         """Shard ``module`` over ``mesh``; without ``learning`` it is frozen."""
         self._device = torch.device(mesh.device_type)
         self._fsdp = fsdp
+        # Sharded before the optimizer is built: its moments are then sharded like the parameters.
         self._shards = shard_model(
             module.to(self._device), mesh, torch_dtype(fsdp.dtype), reshard_after_forward=fsdp.reshard_after_forward
         )
@@ -86,37 +88,41 @@ class ShardedModel:
             self._scheduler = build_scheduler(self.optimizer, learning.optim, learning.total_steps)
             self._clip_grad = learning.optim.clip_grad
             self._writer = BackgroundWriter(self._device.type == "cuda") if learning.async_save else None
-        self._rest()
+        self._offload()
 
     @contextmanager
     def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
-        """Weights (and moments) are on the device inside, and back in host memory after, as ``*_offload`` say."""
+        """Weights (and moments) on the device inside the context; ``*_offload`` moves them to host memory after it."""
         if self._device.type != "cpu":
             if self._fsdp.param_offload:
                 self.module.to(self._device)
+            # Moments take twice the memory of the weights in float32 and are needed in an update only.
             if with_optimizer and self._fsdp.optimizer_offload:
                 self._move_moments(self._device)
         try:
             yield self.module
         finally:
-            self._rest()
+            self._offload()
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward meets the other ranks' gradients."""
+        """Whether the next backward reduces gradients over ranks."""
         self._shards.set_requires_gradient_sync(enabled)
 
     def step(self) -> float:
         """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before clipping."""
         assert self.optimizer is not None
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_grad)
+        # The norm of sharded gradients is a DTensor that holds this rank's part until it is gathered. All
+        # ranks then see one number and drop, or take, the step together.
         grad_norm = float(gather_full_tensor(norm))
+        # clip_grad_norm_ has multiplied all gradients by max_norm / norm: a norm of NaN has made all of them NaN.
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
         return grad_norm
 
     def discard_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()
 
@@ -130,6 +136,7 @@ class ShardedModel:
     def save(self, folder: Path) -> None:
         """Write shards, moments and schedule below ``folder``; collective. With ``async_save`` they are only copied now."""
         assert self._scheduler is not None
+        # Frozen weights are those of the base model: only what is trained is written.
         adapters_only = any(not parameter.requires_grad for parameter in self.module.parameters())
         with self.in_use(with_optimizer=True):
             extra = {"schedule": schedule_state(self._scheduler)}
@@ -144,13 +151,13 @@ class ShardedModel:
         return self._writer is None or self._writer.is_finished(wait)
 
     def load(self, folder: Path) -> None:
-        """Go on from ``save``, by any number of ranks; collective. Raises ``CheckpointError`` when it does not fit."""
+        """Restore what ``save`` wrote, with any number of ranks; collective. Raises ``CheckpointError`` when it does not fit."""
         with self.in_use(with_optimizer=True):
             extra = load_shards(folder, self.module, self.optimizer)
         assert self._scheduler is not None
         resume_schedule(self._scheduler, extra["schedule"])
 
-    def _rest(self) -> None:
+    def _offload(self) -> None:
         if self._device.type == "cpu":
             return
         if self._fsdp.param_offload:
@@ -158,6 +165,7 @@ class ShardedModel:
         if self._fsdp.optimizer_offload:
             self._move_moments(torch.device("cpu"))
         if self._fsdp.param_offload or self._fsdp.optimizer_offload:
+            # PyTorch keeps freed memory for itself; an engine on this GPU is another process.
             torch.cuda.empty_cache()
 
     def _move_moments(self, device: torch.device) -> None:
@@ -165,6 +173,7 @@ class ShardedModel:
         for state in self.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
+                    # The step counter moves too: the fused kernel wants it beside the moments.
                     state[name] = value.to(device, non_blocking=True)
 
 
@@ -183,7 +192,7 @@ class Learner:
         return self.model.has_saved(wait)
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint; collective."""
+        """Restore a checkpoint; collective."""
         self.model.load(folder)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
 from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.metrics.health import HealthHistory
-from verl_rc.ppo.control import MovedControl
+from verl_rc.ppo.control import ControlState
 from verl_rc.ppo.guards import RewardHistory, StepScores
 
 CONFIG: dict[str, Any] = {
@@ -45,7 +45,7 @@ def after_five_batches() -> SavedRun:
         step=5,
         prompts=loader.state_dict(),
         supply={"admission": {"admitted": 7}, "groups": {"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)}},
-        control=MovedControl(kl_coef=0.1 + 0.2, rejection_threshold=1.5),
+        control=ControlState(kl_coef=0.1 + 0.2, rejection_threshold=1.5),
         rollout_gap_limit=0.25,
         canary_gap_limit=1 / 3,
         skipped_updates=1,
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_format_1_is_read() -> None:
     expected = RunState(
         step=20,
         prompts=saved.state.prompts,
-        control=MovedControl(kl_coef=0.001),
+        control=ControlState(kl_coef=0.001),
         rollout_gap_limit=0.075,
         canary_gap_limit=0.09575202859317263,
     )

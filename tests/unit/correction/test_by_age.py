@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import RowContext, compute_rollout_correction, measure
+from verl_rc.correction import SequenceContext, compute_rollout_correction, measure
 
 ROWS, WIDTH, NEWEST = 14, 9, 20
 RULES = {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.6_1.7,0.12"}
@@ -119,7 +119,7 @@ def test_neither_micro_batches_nor_their_order_count(name: str, seed: int) -> No
     parts = []
     for some in order.split([1, 6, 4, 3]):
         train, rollout, mask, versions = (tensor[some] for tensor in tensors.values())
-        parts.append(measure(train, rollout, mask, config, RowContext(policy_versions=versions, current_version=NEWEST)))
+        parts.append(measure(train, rollout, mask, config, SequenceContext(policy_versions=versions, current_version=NEWEST)))
     merged = functools.reduce(lambda one, two: one.merge(two), parts)
     reduced = parts[0].with_vectors(
         torch.stack([part.sums for part in parts]).sum(dim=0), torch.stack([part.maxima for part in parts]).amax(dim=0)

@@ -93,7 +93,7 @@ def test_chunks_of_rows_change_nothing(level: str, monkeypatch: pytest.MonkeyPat
         "scores": train[:, 0],
     }
     whole = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
-    monkeypatch.setattr("verl_rc.correction.rows.chunk_positions", lambda _: 10)  # two rows at a time
+    monkeypatch.setattr("verl_rc.correction.sequences.chunk_positions", lambda _: 10)  # two rows at a time
     chunked = compute_rollout_correction(train, rollout, mask, everything(level), **facts)
     assert whole.weights is not None
     assert chunked.weights is not None

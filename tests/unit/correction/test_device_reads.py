@@ -22,7 +22,7 @@ from verl_rc.ppo.objective import policy_objective
 from verl_rc.workers.actor_correction import ActorCorrection
 
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor
-LENGTHS, NUMBERS = "correction/rows.py:row_chunks", "correction/statistics.py:_numbers"
+LENGTHS, NUMBERS = "correction/sequences.py:sequence_chunks", "correction/statistics.py:_numbers"
 """Lengths of responses, on a CPU only, where they cost nothing; and all statistics in one copy."""
 
 

@@ -5,7 +5,7 @@ import torch
 from appendix_a import rows
 
 from verl_rc.correction.log_ratio import LogRatio
-from verl_rc.correction.rows import LogProbs
+from verl_rc.correction.sequences import LogProbs
 
 
 @pytest.mark.parametrize("masked", [float("nan"), float("-inf"), 5.0])

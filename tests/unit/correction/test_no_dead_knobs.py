@@ -128,7 +128,7 @@ def make_batch(*, broken: bool) -> Batch:
     rollout = torch.where(mask, rollout, 0.0)
     if broken:
         rollout[6::20, 0], rollout[11::25, 0] = -torch.inf, torch.nan
-    evaluations = PolicyEvaluations(old_log_probs=proximal, entropys=torch.zeros(ROWS, WIDTH), batch_size=[ROWS])
+    evaluations = PolicyEvaluations(old_log_probs=proximal, entropies=torch.zeros(ROWS, WIDTH), batch_size=[ROWS])
     return ones_rollouts(rollout, lengths, GROUP), evaluations, torch.randn(ROWS, generator=generator)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl_rc.config.rollout_correction import REJECTION_RULES, WEIGHT_LEVELS, RolloutCorrectionConfig
-from verl_rc.correction import RowContext, apply, compute_rollout_correction, measure
+from verl_rc.correction import SequenceContext, apply, compute_rollout_correction, measure
 
 SAFE = 20.0
 BOUNDS = {"k1": (0.7, 1.6), "k2": 0.08, "k3": 0.08, "tv": 0.05, "bkl": 0.02, "kpop": 0.03}
@@ -151,7 +151,7 @@ def decide(config: RolloutCorrectionConfig, facts: dict[str, Any], way: str) -> 
     rows = facts["train_log_probs"].shape[0]
     cuts = sorted({0, rows // 7, rows // 3, rows // 3 + 1, rows})
     parts = [[facts[name][start:end] for name in names] for start, end in itertools.pairwise(cuts)]
-    measured = [measure(*part[:3], config, RowContext(advantages=part[3])) for part in parts]
+    measured = [measure(*part[:3], config, SequenceContext(advantages=part[3])) for part in parts]
     whole = functools.reduce(lambda one, two: one.merge(two), measured)
     applied_parts = [apply(*part[:3], config, whole, part[3]) for part in parts]
     weights = [weight for weight, _ in applied_parts if weight is not None]

@@ -101,7 +101,7 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
 
 
 def test_fields_of_different_widths_do_not_go_together() -> None:
-    with pytest.raises(ValueError, match=r"TokenScores\.entropys must be torch\.float32 of shape \[2, 3\], got .*\[2, 4\]"):
+    with pytest.raises(ValueError, match=r"TokenScores\.entropies must be torch\.float32 of shape \[2, 3\], got .*\[2, 4\]"):
         TokenScores(torch.zeros(2, 3), torch.zeros(2, 4))
 
 

@@ -58,7 +58,7 @@ def make_batch() -> TrainBatch:
     )
 
 
-BEFORE = RewardHistory().observed(torch.ones(3), window=1)
+BEFORE = RewardHistory().with_scores(torch.ones(3), window=1)
 
 
 def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | None = 0.01) -> tuple[bool, StepRecord]:
@@ -70,7 +70,7 @@ def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | No
     samples = SimpleNamespace(rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores)))
     record.ledger.sampled(int(sampled.response_mask.sum()))
     scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, correction=None))
-    rewards = BEFORE.observed(samples.scores, window=1)
+    rewards = BEFORE.with_scores(samples.scores, window=1)
     return guards.may_train(cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3), record
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import measure
-from verl_rc.ppo.control import AdaptiveThreshold, Control, KLController, MovedControl
+from verl_rc.ppo.control import AdaptiveThreshold, Control, ControlState, KLController
 
 
 def test_a_fixed_controller_stays() -> None:
@@ -54,7 +54,7 @@ def test_it_moves_a_tenth_of_the_way_in_logarithms_towards_what_the_batch_would_
     config = RolloutCorrectionConfig.model_validate(FIELDS)
     ratios = torch.tensor([[1.01, 0.98, 1.25, 6.0]])
     statistics = measure(ratios.log(), torch.zeros(1, 4), torch.ones(1, 4), config)
-    adaptive = AdaptiveThreshold.of(config)
+    adaptive = AdaptiveThreshold.from_config(config)
     assert adaptive is not None
     assert adaptive.threshold == 3.0
     moved = adaptive.updated(statistics)
@@ -64,7 +64,7 @@ def test_it_moves_a_tenth_of_the_way_in_logarithms_towards_what_the_batch_would_
 
 def test_it_settles_where_the_wished_share_is_accepted() -> None:
     config = RolloutCorrectionConfig.model_validate(FIELDS)
-    adaptive, generator = AdaptiveThreshold.of(config), torch.Generator().manual_seed(0)
+    adaptive, generator = AdaptiveThreshold.from_config(config), torch.Generator().manual_seed(0)
     assert adaptive is not None
     for _ in range(60):
         log_ratio = 0.3 * torch.randn(64, 32, generator=generator)
@@ -75,7 +75,7 @@ def test_it_settles_where_the_wished_share_is_accepted() -> None:
 
 def test_a_batch_without_tokens_moves_nothing() -> None:
     config = RolloutCorrectionConfig.model_validate(FIELDS)
-    adaptive = AdaptiveThreshold.of(config)
+    adaptive = AdaptiveThreshold.from_config(config)
     assert adaptive is not None
     assert adaptive.updated(measure(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), config)) == adaptive
 
@@ -112,18 +112,18 @@ def test_moved_numbers_come_back() -> None:
     assert control.threshold is not None
     control = replace(control, threshold=replace(control.threshold, threshold=1.7))
     assert control.kl.kl_coef == 0.2 * (1 + 0.2 * 1000 / 10_000)
-    assert control.moved == MovedControl(control.kl.kl_coef, 1.7)
-    assert Control.from_config(configured, control.moved) == control
+    assert control.state == ControlState(control.kl.kl_coef, 1.7)
+    assert Control.from_config(configured, control.state) == control
     assert control.correction(ADAPTIVE).rollout_rs_threshold == 1.7
 
 
 def test_what_is_fixed_now_stays_as_configured() -> None:
     fixed = algorithm("fixed", RolloutCorrectionConfig())
-    control = Control.from_config(fixed, MovedControl(kl_coef=0.9, rejection_threshold=1.7))
+    control = Control.from_config(fixed, ControlState(kl_coef=0.9, rejection_threshold=1.7))
     assert control == Control.from_config(fixed)
     assert control.kl.kl_coef == 0.2
     assert control.correction(ADAPTIVE) is ADAPTIVE
-    assert control.after_penalty(9.0, 1000).moved == MovedControl()
+    assert control.after_penalty(9.0, 1000).state == ControlState()
 
 
 def test_without_penalty_or_correction_nothing_moves() -> None:

@@ -56,7 +56,7 @@ class Watch:
         self.window, self.drop, self.history = window, drop, RewardHistory()
 
     def observe(self, scores: torch.Tensor) -> str | None:
-        self.history = self.history.observed(scores, self.window)
+        self.history = self.history.with_scores(scores, self.window)
         return self.history.collapse(self.window, self.drop)
 
 
@@ -96,6 +96,6 @@ def test_null_never_complains() -> None:
 def test_a_shorter_window_counts_the_last_steps_and_a_longer_one_waits_until_it_is_full() -> None:
     history = RewardHistory()
     for mean in (1.0, 1.0, 0.75):
-        history = history.observed(scores(mean), window=3)
-    assert history.observed(scores(0.0), window=1).collapse(1, 0.5) is not None
-    assert history.observed(scores(0.0), window=5).collapse(5, 0.5) is None
+        history = history.with_scores(scores(mean), window=3)
+    assert history.with_scores(scores(0.0), window=1).collapse(1, 0.5) is not None
+    assert history.with_scores(scores(0.0), window=5).collapse(5, 0.5) is None

@@ -24,7 +24,7 @@ def make_rollouts(log_ratio_of_last_token: float = 0.0) -> tuple[RolloutBatch, P
     proximal = rollout.clone()
     proximal[0, 2] += log_ratio_of_last_token
     rollouts = ones_rollouts(rollout, LENGTHS, group=2)
-    return rollouts, PolicyEvaluations(old_log_probs=proximal, entropys=torch.zeros(4, 3), batch_size=[4])
+    return rollouts, PolicyEvaluations(old_log_probs=proximal, entropies=torch.zeros(4, 3), batch_size=[4])
 
 
 def algorithm(**correction: object) -> AlgorithmConfig:

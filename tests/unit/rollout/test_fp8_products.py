@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from verl_rc.rollout import fp8_products
-from verl_rc.rollout.fp8_products import WAYS, Fp8Products, SlowFp8Error, measured_fp8_products
+from verl_rc.rollout.fp8_products import IMPLEMENTATIONS, Fp8Timings, SlowFp8Error, time_fp8_products
 
-CHOICE, EMULATION = WAYS
+CHOICE, EMULATION = IMPLEMENTATIONS
 
 
 @pytest.mark.parametrize(
@@ -25,23 +25,23 @@ CHOICE, EMULATION = WAYS
     ],
 )
 def test_the_way_taken(bf16: float, choice: float, emulation: float, taken: str) -> None:
-    products = Fp8Products(bf16, {CHOICE: choice, EMULATION: emulation})
-    assert products.way == taken
+    products = Fp8Timings(bf16, {CHOICE: choice, EMULATION: emulation})
+    assert products.implementation == taken
     assert products.describe().startswith(f"{taken} (")
 
 
 def test_a_cpu_without_a_fast_way_is_refused() -> None:
     with pytest.raises(SlowFp8Error, match=r"at most 20 times.*4520.00 ms, .*impossible, bf16 0.30 ms.*quantization=null"):
-        _ = Fp8Products(0.3, {CHOICE: 4520.0, EMULATION: inf}).way
+        _ = Fp8Timings(0.3, {CHOICE: 4520.0, EMULATION: inf}).implementation
     with pytest.raises(SlowFp8Error):
-        _ = Fp8Products(0.1, {CHOICE: 2.1, EMULATION: 2.1}).way
+        _ = Fp8Timings(0.1, {CHOICE: 2.1, EMULATION: 2.1}).implementation
 
 
 def test_every_way_computes_the_same_to_the_last_bits() -> None:
     generator = torch.Generator().manual_seed(1)
     left, right = (torch.randn(size, 48, generator=generator).to(torch.float8_e4m3fn) for size in (5, 7))
     exact = left.double() @ right.double().t()
-    for context in WAYS.values():
+    for context in IMPLEMENTATIONS.values():
         with context():
             torch.testing.assert_close(fp8_products._product(left, right).double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -60,6 +60,6 @@ def test_what_onednn_cannot_do_is_noticed(fault: str, monkeypatch: pytest.Monkey
         return real(*matrices, **arguments)
 
     monkeypatch.setattr(torch, "_scaled_mm", without_kernel)
-    products = measured_fp8_products.__wrapped__()
-    assert products.way == EMULATION
+    products = time_fp8_products.__wrapped__()
+    assert products.implementation == EMULATION
     assert calls >= 1

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.rollout.tool_calls import MalformedCall, ToolCall, answer, choose_parser, parse_hermes, shortened, tag_parser
+from verl_rc.rollout.tool_calls import MalformedCall, ToolCall, answer_call, choose_parser, parse_hermes, tag_parser, truncated
 from verl_rc.rollout.tools import CALCULATOR, Tool, ToolCaller
 
 TOOLS = {"calculator": CALCULATOR}
@@ -23,7 +23,7 @@ def test_hermes_calls_in_order() -> None:
 def test_a_malformed_call_is_answered(body: str) -> None:
     (call,) = parse_hermes(f"<tool_call>{body}</tool_call>")
     assert isinstance(call, MalformedCall)
-    assert answer(call, TOOLS, CALLER).startswith("error: a tool call must be")
+    assert answer_call(call, TOOLS, CALLER).startswith("error: a tool call must be")
 
 
 def test_tags_hold_the_one_argument() -> None:
@@ -36,8 +36,8 @@ def test_tags_hold_the_one_argument() -> None:
 
 
 def test_answers() -> None:
-    assert answer(ToolCall("calculator", {"expression": "6*7"}), TOOLS, CALLER) == "42"
-    assert answer(ToolCall("calculater", {}), TOOLS, CALLER) == 'error: the tools are ["calculator"]'
+    assert answer_call(ToolCall("calculator", {"expression": "6*7"}), TOOLS, CALLER) == "42"
+    assert answer_call(ToolCall("calculater", {}), TOOLS, CALLER) == 'error: the tools are ["calculator"]'
 
 
 def test_the_format_chooses_the_parser_and_must_fit_the_tools() -> None:
@@ -61,4 +61,4 @@ def test_the_format_chooses_the_parser_and_must_fit_the_tools() -> None:
     ],
 )
 def test_long_answers_are_cut(limit: int, side: str, text: str) -> None:
-    assert shortened("0123456789", limit, side) == text
+    assert truncated("0123456789", limit, side) == text

@@ -44,26 +44,26 @@ def test_gap_counts_masked_positions_only() -> None:
 
 def test_a_first_step_beyond_the_engines_precision_is_refused() -> None:
     with pytest.raises(SyncProofError, match=r"at most 0\.0001 nats"):
-        GapLimit.for_precision("float32").after(LogProbGap(0.05, 0.4), None, "step 1")
+        GapLimit.for_precision("float32").calibrate(LogProbGap(0.05, 0.4), None, "step 1")
 
 
 def test_the_limit_is_calibrated_at_the_first_step() -> None:
     limit = GapLimit.for_precision("fp8_weights")
-    calibrated = limit.after(LogProbGap(0.03, 1.4), None, "step 1")
-    assert limit.in_force(calibrated) == calibrated == pytest.approx(0.12)
-    assert limit.after(LogProbGap(0.11, 1.4), calibrated, "step 2") == calibrated
+    calibrated = limit.calibrate(LogProbGap(0.03, 1.4), None, "step 1")
+    assert limit.limit(calibrated) == calibrated == pytest.approx(0.12)
+    assert limit.calibrate(LogProbGap(0.11, 1.4), calibrated, "step 2") == calibrated
     with pytest.raises(SyncProofError):
-        limit.after(LogProbGap(0.13, 1.4), calibrated, "step 3")
+        limit.calibrate(LogProbGap(0.13, 1.4), calibrated, "step 3")
 
 
 def test_a_configured_limit_is_not_calibrated() -> None:
     limit = GapLimit.for_precision("fp8_weights", fixed=0.5)
-    assert limit.in_force(limit.after(LogProbGap(0.4, 1.4), None, "step 1")) == 0.5
+    assert limit.limit(limit.calibrate(LogProbGap(0.4, 1.4), None, "step 1")) == 0.5
 
 
 def test_not_a_number_is_refused() -> None:
     with pytest.raises(SyncProofError):
-        GapLimit.for_precision("fp8_kv_cache").after(LogProbGap(float("nan"), 0.0), None, "step 1")
+        GapLimit.for_precision("fp8_kv_cache").calibrate(LogProbGap(float("nan"), 0.0), None, "step 1")
 
 
 def test_precision_is_the_least_precise_part() -> None:

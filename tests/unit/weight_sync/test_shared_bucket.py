@@ -18,7 +18,7 @@ from verl_rc.weight_sync import shared_bucket
 from verl_rc.weight_sync.manifest import TensorSpec
 from verl_rc.weight_sync.shared_bucket import (
     BucketHandle,
-    CudaPlace,
+    CudaIpcHandle,
     SharedBucket,
     choose_offering_ranks,
     copy_bucket,
@@ -45,7 +45,7 @@ def borrower() -> Iterator[OtherProcess]:
 
 
 def handle_of(bucket: SharedBucket, specs: tuple[TensorSpec, ...] = SPECS) -> BucketHandle:
-    return BucketHandle(specs, {device_key(CPU): bucket.place()})
+    return BucketHandle(specs, {device_key(CPU): bucket.export()})
 
 
 def test_another_process_copies_what_was_lent_again_and_again(borrower: OtherProcess) -> None:
@@ -110,15 +110,15 @@ def test_no_room_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_device_without_an_offer_is_named() -> None:
-    handle = BucketHandle(SPECS, {"GPU-1": CudaPlace(())})
+    handle = BucketHandle(SPECS, {"GPU-1": CudaIpcHandle(())})
     with pytest.raises(ValueError, match=r"own device cpu@.*offered on \['GPU-1'\].*backend=broadcast"):
         copy_bucket(handle, CPU)
 
 
 def test_offers_of_all_ranks_make_one_handle() -> None:
-    places = ({"GPU-1": CudaPlace((1,))}, {}, {"GPU-2": CudaPlace((2,))})
+    places = ({"GPU-1": CudaIpcHandle((1,))}, {}, {"GPU-2": CudaIpcHandle((2,))})
     merged = BucketHandle.merged([BucketHandle(SPECS, place) for place in places])
-    assert merged == BucketHandle(SPECS, {"GPU-1": CudaPlace((1,)), "GPU-2": CudaPlace((2,))})
+    assert merged == BucketHandle(SPECS, {"GPU-1": CudaIpcHandle((1,)), "GPU-2": CudaIpcHandle((2,))})
     assert merged.num_elements == 7
 
 

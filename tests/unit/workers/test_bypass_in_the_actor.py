@@ -14,8 +14,8 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.weight_sync.proof import SyncProofError
 from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.actor_update import UpdateRequest
 from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.orders import UpdateOrder
 from verl_rc.workers.policy_worker import PolicyWorker
 
 
@@ -69,7 +69,7 @@ def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: Table
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
     with pytest.raises(SyncProofError, match="this step's rollouts"):
-        worker.update(batch, UpdateOrder(worker._correction, 0, [share], gap_limit=1e-3))
+        worker.update(batch, UpdateRequest(worker._correction, 0, [share], gap_limit=1e-3))
     after = [parameter.full_tensor() for parameter in worker.model.module.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
@@ -81,6 +81,6 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     worker.table = torch.tensor(case["log_probs"]).add(3.0).requires_grad_()
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
-    report = worker.update(batch, UpdateOrder(worker._correction, 0, [share]))
+    report = worker.update(batch, UpdateRequest(worker._correction, 0, [share]))
     assert report.kept_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1

@@ -12,8 +12,8 @@ from verl_rc.config.models import PolicyLossConfig
 from verl_rc.data.batches import TrainBatch
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.workers.actor_update import UpdateRequest
 from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.orders import UpdateOrder
 from verl_rc.workers.policy_worker import PolicyWorker
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
@@ -87,15 +87,15 @@ def test_cutting_changes_no_gradient_and_no_two_losses_are_one(
 def test_a_pass_for_statistics_is_timed(worker: PolicyWorker, batch: TrainBatch) -> None:
     for loss_mode, is_timed in (("kl_cov", True), ("vanilla", False)):
         choose(worker, loss_mode)
-        report = worker.update(batch, UpdateOrder(worker._correction, 0, [share_of(batch, [ROWS])]))
+        report = worker.update(batch, UpdateRequest(worker._correction, 0, [share_of(batch, [ROWS])]))
         seconds = [metric.value for metric in report.metrics if metric.name == "timing_s/correction_statistics"]
         assert (len(seconds), sum(seconds) > 0) == (int(is_timed), is_timed)
 
 
 def test_the_optimal_baseline_gets_the_sums_of_squared_probabilities(worker: PolicyWorker, batch: TrainBatch) -> None:
     """By Jensen's inequality they are at least exp(-entropy); and at most 1."""
-    log_probs, entropys, squares = worker.compute_log_probs(batch.tokens, [[0, 1, 2], [3, 4, 5]])
+    log_probs, entropies, squares = worker.compute_log_probs(batch.tokens, [[0, 1, 2], [3, 4, 5]])
     assert log_probs.shape == squares.shape
-    assert bool((squares >= (-entropys).exp() - 1e-6)[batch.response_mask].all())
+    assert bool((squares >= (-entropies).exp() - 1e-6)[batch.response_mask].all())
     assert bool((squares <= 1)[batch.response_mask].all())
     assert not squares[~batch.response_mask].any()

@@ -15,10 +15,10 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import AGGREGATION_MODES
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.workers.actor_update import UpdateRequest
 from verl_rc.workers.forward import ForwardOptions
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.micro_batches import ObjectiveTotals
-from verl_rc.workers.orders import UpdateOrder
 from verl_rc.workers.policy_worker import PolicyWorker, memory_metrics
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
@@ -91,8 +91,8 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     batch = make_train_batch(LENGTHS)
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
     tokens, kept = int(batch.response_mask.sum()), int(batch.loss_mask.sum())
-    order = UpdateOrder(worker._correction, 0, [MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)])
-    records = worker.update(batch, order).metrics
+    request = UpdateRequest(worker._correction, 0, [MiniBatchShare([[0, 1], [2, 3, 4, 5]], tokens, 5, kept)])
+    records = worker.update(batch, request).metrics
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert not torch.equal(before, after)
     clipped = {record.name: record for record in records}["actor/pg_clipfrac"]
@@ -103,7 +103,7 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
 def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS, rejected_rows=tuple(range(len(LENGTHS))))
     before = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()]).clone()  # type: ignore[attr-defined]
-    report = worker.update(batch, UpdateOrder(worker._correction, 0, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)]))
+    report = worker.update(batch, UpdateRequest(worker._correction, 0, [MiniBatchShare([[0, 1]], 9, 2, num_loss_tokens=0)]))
     records = {record.name: record.value for record in report.metrics}
     after = torch.cat([p.full_tensor().flatten() for p in worker.model.module.parameters()])  # type: ignore[attr-defined]
     assert torch.equal(before, after)
@@ -116,9 +116,9 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     batch = make_train_batch(LENGTHS, REJECTED)
     kept = batch.response_mask.sum(-1)
     share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(kept.sum()), int((kept > 0).sum()), int(batch.loss_mask.sum()))
-    order = UpdateOrder(worker._correction, policy_version=0, mini_batches=[share, share])
+    request = UpdateRequest(worker._correction, policy_version=0, mini_batches=[share, share])
     with HostReads() as reads:
-        worker.update(batch, order)
+        worker.update(batch, request)
     assert Counter(reads.places) == {
         "workers/sharded_model.py:step": 2,
         "workers/micro_batches.py:metrics": 1,

@@ -97,7 +97,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         operands=(),
     )
     names = dict.fromkeys(_operand_names(plan))
-    operands = tuple(Operand(name, has_gradient=name in ("log_probs", "entropys")) for name in names)
+    operands = tuple(Operand(name, has_gradient=name in ("log_probs", "entropies")) for name in names)
     return replace(plan, operands=operands)
 
 
@@ -109,7 +109,7 @@ def plan_value(config: RunConfig) -> ValuePlan | None:
 def _operand_names(plan: PolicyPlan) -> Iterator[str]:
     yield "log_probs"
     if plan.entropy_coeff != 0:
-        yield "entropys"
+        yield "entropies"
     if plan.spec is None or plan.spec.reads_old_log_probs:
         yield "old_log_probs"
     if plan.bypass and (plan.weights or plan.rejects):

@@ -293,7 +293,7 @@ def probabilities_and_entropy_of_the_proximal_policy():
     old[0], rollout[0] = torch.tensor([1 / 2, 1 / 4, 1 / 2]).log(), torch.tensor([1 / 4, 1 / 4, 1 / 2]).log()
     entropies = torch.full((3, 3), 9.0)
     entropies[0] = torch.tensor([1.0, 2.0, 6.0])
-    evaluations = PolicyEvaluations(old_log_probs=old, entropys=entropies, batch_size=[3])
+    evaluations = PolicyEvaluations(old_log_probs=old, entropies=entropies, batch_size=[3])
     found = policy_gap_metrics(rollout_batch(response_mask=mask, rollout_log_probs=rollout), evaluations)
     return found, {
         "actor/entropy": 3,

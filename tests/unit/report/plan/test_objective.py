@@ -126,10 +126,10 @@ def live_fields(config: RunConfig) -> set[str]:
         for name in fields_given(batch)
         if not torch.equal(loss_of(config, changed_batch(batch, name, bypass), current).detach(), expected)
     }
-    assert current.entropys is not None
+    assert current.entropies is not None
     others = {
-        "log_probs": TokenScores(perturbed(current.log_probs), current.entropys),
-        "entropys": TokenScores(current.log_probs, perturbed(current.entropys)),
+        "log_probs": TokenScores(perturbed(current.log_probs), current.entropies),
+        "entropies": TokenScores(current.log_probs, perturbed(current.entropies)),
     }
     return found | {name for name, scores in others.items() if not torch.equal(loss_of(config, batch, scores).detach(), expected)}
 
@@ -138,8 +138,8 @@ def fields_with_gradient(config: RunConfig) -> set[str]:
     """Which tensors a gradient of the loss reaches."""
     current, batch = current_scores(), scored_step(config).batch
     leaves: dict[str, Tensor] = {"log_probs": current.log_probs}
-    assert current.entropys is not None
-    leaves["entropys"] = current.entropys
+    assert current.entropies is not None
+    leaves["entropies"] = current.entropies
     for name in fields_given(batch):
         values = getattr(batch, name)
         if isinstance(values, Tensor) and values.is_floating_point():

@@ -1,4 +1,4 @@
-"""What the driver asks of the actor's ranks for the updates of a step, and what they report."""
+"""The actor's update: what the driver requests of each rank, and what a rank reports."""
 
 from dataclasses import dataclass, field
 
@@ -10,11 +10,11 @@ from verl_rc.weight_sync.proof import LogProbGap
 
 
 @dataclass(frozen=True)
-class UpdateOrder:
+class UpdateRequest:
     """One rank's part in the updates of a step."""
 
     correction: RolloutCorrectionConfig
-    """Rollout correction with the threshold in force."""
+    """Rollout correction with the current threshold."""
     policy_version: int
     """Version of the weights before the first update."""
     mini_batches: list[MiniBatchShare] = field(default_factory=list)
@@ -25,7 +25,7 @@ class UpdateOrder:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one rank tells about the updates of a step."""
+    """One rank's report on the updates of a step."""
 
     metrics: list[Metric]
     """To be reduced over ranks."""

@@ -9,19 +9,19 @@ from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from verl_rc.rollout.leftovers import forget_shared_memory_names
+from verl_rc.rollout.process_cleanup import unlink_shared_memory
 
 ROOT = Path(__file__).parents[3]
 FAMILY = """
 import multiprocessing, os, signal, time
-from verl_rc.rollout.leftovers import end_with_parent
+from verl_rc.rollout.process_cleanup import die_with_parent
 
 def stop():
-    end_with_parent()
+    die_with_parent()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 if __name__ == "__main__":
-    end_with_parent()  # nobody's child: nothing happens
+    die_with_parent()  # nobody's child: nothing happens
     child = multiprocessing.get_context("fork").Process(target=stop)
     child.start()
     print(child.pid, flush=True)
@@ -61,11 +61,11 @@ def test_memory_without_a_name_lasts_as_long_as_it_is_used() -> None:
     both = SharedMemory(name=ours.name)
     path = Path("/dev/shm") / ours.name.lstrip("/")
     assert path.exists()
-    forget_shared_memory_names()
+    unlink_shared_memory()
     assert not path.exists()
     ours.buf[:3] = b"yes"
     assert bytes(both.buf[:3]) == b"yes"
     both.close()
     ours.close()
     resource_tracker.unregister(f"/{path.name}", "shared_memory")  # else it misses the name when pytest ends, and says so
-    forget_shared_memory_names()  # none left: nothing happens
+    unlink_shared_memory()  # none left: nothing happens

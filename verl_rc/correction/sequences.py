@@ -1,4 +1,4 @@
-"""The rows of a batch: log-probs and facts, taken some rows at a time."""
+"""Log-probs and facts of the sequences of a batch, taken in chunks."""
 
 from dataclasses import dataclass, replace
 
@@ -9,15 +9,15 @@ from verl_rc.tensor_ops.masked import in_row_blocks, row_slices
 
 
 @dataclass(frozen=True)
-class RowChunk:
-    """Some rows, as far as their longest response reaches."""
+class SequenceChunk:
+    """Some sequences, cut to the longest response among them."""
 
     rows: Tensor
     """int64 ``[b]``."""
     width: int
-    """Positions that are looked at; none of the rows has a response token behind them."""
+    """Positions of the chunk; no response token of these sequences lies behind them."""
 
-    def of(self, values: Tensor) -> Tensor:
+    def take(self, values: Tensor) -> Tensor:
         """These rows of ``[B]``, or of ``[B, T]`` these rows and positions."""
         return (values if values.ndim == 1 else values[:, : self.width]).index_select(0, self.rows)
 
@@ -32,21 +32,21 @@ def chunk_positions(device: torch.device) -> int:
     return 50_000 if device.type == "cpu" else 1 << 20
 
 
-def row_chunks(response_mask: Tensor) -> list[RowChunk]:
+def sequence_chunks(response_mask: Tensor) -> list[SequenceChunk]:
     """All rows of a mask ``[B, T]``, each in one chunk; at least one chunk."""
     (num_rows, width), positions = response_mask.shape, chunk_positions(response_mask.device)
     # Responses are of different lengths and mostly end long before the padding does: rows of like length together are half the
     # work. Not on a device, nor for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
     if not (response_mask.numel() and type(response_mask) is Tensor and response_mask.device.type == "cpu"):
         order = torch.arange(num_rows, device=response_mask.device)
-        return [RowChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
+        return [SequenceChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
     numbers = torch.arange(1, width + 1, dtype=torch.int32)
     lengths, order = in_row_blocks(lambda mask: (mask.bool() * numbers).amax(dim=-1), response_mask).sort()
     reach, chunks, last = lengths.tolist(), [], num_rows
     while last > 0:
         longest = max(reach[last - 1], 1)
         first = max(last - max(positions // longest, 1), 0)
-        chunks.append(RowChunk(order[first:last], longest))
+        chunks.append(SequenceChunk(order[first:last], longest))
         last = first
     return chunks
 
@@ -73,16 +73,16 @@ class LogProbs:
         # The gap is often as small as the last digit of a log-prob in bfloat16.
         return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
 
-    def of(self, chunk: RowChunk) -> "LogProbs":
-        """Those of some rows."""
-        return LogProbs(chunk.of(self.train), chunk.of(self.rollout), chunk.of(self.response_mask))
+    def take(self, chunk: SequenceChunk) -> "LogProbs":
+        """Those of one chunk."""
+        return LogProbs(chunk.take(self.train), chunk.take(self.rollout), chunk.take(self.response_mask))
 
 
 @dataclass(frozen=True)
-class RowContext:
-    """What diagnostics and rules may know about rows besides their log-probs.
+class SequenceContext:
+    """Facts about sequences besides their log-probs, for diagnostics and rules.
 
-    Where ages are known, numbers are split by them; full diagnostics split by all other facts, too.
+    Statistics are split by age where ages are known, and with full diagnostics by all other facts too.
     """
 
     group_slots: Tensor | None = None
@@ -96,10 +96,10 @@ class RowContext:
     scores: Tensor | None = None
     """``[B]``: outcome scores; above 0 is correct."""
 
-    def of(self, chunk: RowChunk) -> "RowContext":
-        """The facts of some rows."""
+    def take(self, chunk: SequenceChunk) -> "SequenceContext":
+        """The facts of one chunk."""
         names = ("group_slots", "policy_versions", "advantages", "scores")
-        return replace(self, **{name: chunk.of(value) for name in names if (value := getattr(self, name)) is not None})
+        return replace(self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None})
 
     def ages(self, response_mask: Tensor) -> Tensor | None:
         """int64 ``[B, T]``: updates since the weights that sampled each token; 0 outside ``response_mask``; None if unknown."""

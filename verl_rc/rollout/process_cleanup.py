@@ -1,4 +1,4 @@
-"""Neither processes nor shared memory of an engine outlive it, however it ends."""
+"""Ends processes of an engine and frees its shared memory with it, also after a kill."""
 
 import ctypes
 import multiprocessing
@@ -12,25 +12,27 @@ _SHARED_MEMORY = re.compile(r"(/dev/shm/(?:psm_|vllm_dist_)\S+)$", re.MULTILINE)
 """Names that Python's ``SharedMemory`` and vLLM give to memory that the processes of an engine share."""
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when the one that started it dies; does nothing unless ``multiprocessing`` started it.
 
-    The workers of an engine with tensor parallelism are its children. vLLM asks them to leave when their parent is gone, which
-    one that is stopped, or waits in a collective for a peer, does not hear.
+    The workers of an engine with tensor parallelism are its children. vLLM asks them to exit when their parent is gone, but a
+    worker that is stopped, or waits in a collective, does not react.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
+    # For the kernel the parent is the thread that forked, not its process: that thread has to live on.
+    # SIGKILL, since a process that waits in a collective runs no Python signal handler.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forget_shared_memory_names() -> None:
-    """Remove the names of the shared memory that this process has mapped: it then lasts as long as somebody maps it.
+def unlink_shared_memory() -> None:
+    """Unlink the shared memory that this process has mapped; the kernel frees it when the last process unmaps it.
 
-    To be called once all processes that share it have it, for nobody finds it after that. A process that is killed cannot remove
-    the names itself, and every engine lost would leave some behind.
+    Call it after all processes that share the memory have opened it. A killed process could not unlink it, and every lost engine
+    would leave some in /dev/shm.
     """
     for name in set(_SHARED_MEMORY.findall(Path("/proc/self/maps").read_text())):
         Path(name).unlink(missing_ok=True)

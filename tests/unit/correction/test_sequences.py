@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_rc.correction import RowContext, compute_rollout_correction
-from verl_rc.correction.rows import LogProbs, newest_version, row_chunks
+from verl_rc.correction import SequenceContext, compute_rollout_correction
+from verl_rc.correction.sequences import LogProbs, newest_version, sequence_chunks
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,15 @@ from verl_rc.correction.rows import LogProbs, newest_version, row_chunks
     ],
 )
 def test_sizes(reach: list[int], width: int, sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_rc.correction.rows.chunk_positions", lambda _: 9)
+    monkeypatch.setattr("verl_rc.correction.sequences.chunk_positions", lambda _: 9)
     mask = torch.zeros(len(reach), width, dtype=torch.bool)
     for row, last in enumerate(reach):
         mask[row, last // 2 : last] = True
-    chunks = row_chunks(mask)
+    chunks = sequence_chunks(mask)
     numbered = torch.arange(len(reach) * width).view(len(reach), width)
-    parts = [chunk.of(numbered) for chunk in chunks]
+    parts = [chunk.take(numbered) for chunk in chunks]
     assert [part.shape for part in parts] == sizes
-    rows = torch.cat([chunk.of(torch.arange(len(reach))) for chunk in chunks])
+    rows = torch.cat([chunk.take(torch.arange(len(reach))) for chunk in chunks])
     assert rows.tolist() == torch.cat([chunk.rows for chunk in chunks]).tolist()
     assert sorted(rows.tolist()) == list(range(len(reach)))
     copied = torch.zeros_like(numbered)
@@ -38,9 +38,9 @@ def test_sizes(reach: list[int], width: int, sizes: list[tuple[int, int]], monke
 
 
 def test_without_numbers_to_read_rows_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_rc.correction.rows.chunk_positions", lambda _: 9)
+    monkeypatch.setattr("verl_rc.correction.sequences.chunk_positions", lambda _: 9)
     with FakeTensorMode():
-        chunks = row_chunks(torch.zeros(5, 4, dtype=torch.bool))
+        chunks = sequence_chunks(torch.zeros(5, 4, dtype=torch.bool))
     assert [(chunk.rows.shape, chunk.width) for chunk in chunks] == [((2,), 4), ((2,), 4), ((1,), 4)]
 
 
@@ -49,10 +49,10 @@ def test_ages_count_from_the_newest_version_or_the_given_one() -> None:
     newest = newest_version(versions, mask)
     assert newest == 5
     for current, expected in ((newest, [[0, 1, 0], [2, 2, 2]]), (6, [[1, 2, 0], [3, 3, 3]])):
-        ages = RowContext(policy_versions=versions, current_version=current).ages(mask)
+        ages = SequenceContext(policy_versions=versions, current_version=current).ages(mask)
         assert ages is not None
         assert ages.tolist() == expected
-    ages = RowContext(policy_versions=torch.tensor([5, 3]), current_version=5).ages(mask)
+    ages = SequenceContext(policy_versions=torch.tensor([5, 3]), current_version=5).ages(mask)
     assert ages is not None
     assert ages.tolist() == [[0, 0, 0], [2, 2, 2]]
 
