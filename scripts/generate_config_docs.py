@@ -41,10 +41,10 @@ python -m verl_rc.main_ppo task=digits hardware=cpu --cfg=job
 python -m verl_rc.main_ppo task=digits hardware=cpu --multirun correction=decoupled_seq_is,bypass_pg_is
 ```
 
-What wins, the weakest first: the schema's defaults, the run file, `hardware`, `model`, `task`, `correction`, and the keys of
-the command line, of which a later one wins over an earlier. No two of these groups set the same key. A task brings the
-model that it is usually trained with, `model=NAME` takes another, and `GROUP=null` or `~GROUP` takes none. A group may be
-given once. `correction=NAME` is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of that
+What wins, the weakest first: the schema's defaults, the run file, `hardware`, `model`, `task`, `async`, `correction`, and
+the keys of the command line, of which a later one wins over an earlier. No two of these groups set the same key. A task
+brings the model that it is usually trained with, `model=NAME` takes another, and `GROUP=null` or `~GROUP` takes none. A
+group may be given once. `correction=NAME` is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of that
 section that were not given anywhere.
 
 Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`. A run file may choose
