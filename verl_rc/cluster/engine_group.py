@@ -72,6 +72,8 @@ class EngineGroup:
         self._work = EngineWork(len(self._engines))
         self._replaced: set[int] = set()
         """Engines that have not been handed yet what those had in whose places they are."""
+        self._handing_over: list[dict[int, Pending]] = []
+        """Calls that hand samples over and that nobody has waited for."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
 
     @property
@@ -132,6 +134,7 @@ class EngineGroup:
 
     def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> dict[int, Pending]:
         """Take one weight update; each answer is a list of receipts, one per worker of the engine."""
+        self._wait_for_handed_over()
         return {
             index: engine.call("receive_weights", manifest.to_plain(), bucket_bytes, version)
             for index, engine in enumerate(self._engines)
@@ -143,6 +146,7 @@ class EngineGroup:
 
     def begin_update(self) -> None:
         """Make every engine's model loadable, before its first lent bucket. Raises ``EnginesLostError``."""
+        self._wait_for_handed_over()
         self._call_all("begin_update")
 
     def load_bucket(self, handle: BucketHandle) -> None:
@@ -160,6 +164,7 @@ class EngineGroup:
 
     def sleep(self) -> None:
         """Give up the memory of weights and key-value cache, where engines can. Raises ``EnginesLostError``."""
+        self._wait_for_handed_over()
         self._call_all("sleep")
 
     def wake_up(self, *tags: str) -> None:
@@ -167,14 +172,20 @@ class EngineGroup:
         self._call_all("wake_up", tags)
 
     def submit(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[int]:
-        """Hand requests over, those of one prompt to the engine with the fewest unfinished; returns their numbers.
+        """Hand requests over, those of one prompt to the engine with the fewest unfinished; returns their numbers, at once.
 
         They are sampled by the weights that the engines have, or get by an update that has begun.
         """
         numbers, of_engines = self._work.add(requests, options, awaited=False)
-        with suppress(EnginesLostError):  # the next ``collect`` finds it too
-            self.wait(self._hand_over(of_engines))
+        self._handing_over.append(self._hand_over(of_engines))  # an engine that takes 256 requests in may not answer for 0.2 s
         return numbers
+
+    def _wait_for_handed_over(self) -> None:
+        """Until engines have what was submitted: a later call could overtake it, as an engine answers several at a time."""
+        handing_over, self._handing_over = self._handing_over, []
+        for pending in handing_over:
+            with suppress(EnginesLostError):  # the next ``collect`` finds it too
+                self.wait(pending)
 
     def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[int]:
         """Fetch what has ended; every busy engine waits at most ``wait_seconds`` for something to end.
