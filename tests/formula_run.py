@@ -26,7 +26,7 @@ from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import GapLimit
-from verl_rc.workers.actor_update import UpdateRequest, UpdateReport
+from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 
 STEPS = 4
 WIDTH = 7
@@ -120,7 +120,9 @@ class World:
         log_probs = log_probs_of(tokens.responses, self.trained)
         return Timed(TokenScores(log_probs, torch.ones_like(log_probs)), 0.5)
 
-    def update(self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, request: UpdateRequest) -> Timed[UpdateReport]:
+    def update(
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, request: UpdateRequest
+    ) -> Timed[UpdateReport]:
         """In step 2 the first gradient is not finite and the second mini-batch is empty; in step 3 both are empty."""
         planned = [mini.num_loss_tokens for mini in mini_batches]
         kept = {2: [planned[0], 0], 3: [0, 0]}.get(request.policy_version + 1, planned)

@@ -15,7 +15,7 @@ from real_runs import of_folder, train
 pytestmark = pytest.mark.slow
 
 TRAIN, STAGES, WEIGHTS = "verl_rc.driver.train", "verl_rc.driver.stages", "verl_rc.driver.weights"
-SAMPLE = "verl_rc.driver.sample"
+SAMPLE, SUPPLY = "verl_rc.driver.sample", "verl_rc.driver.supply"
 CHECKPOINTS, STORE = "verl_rc.driver.checkpoints", "verl_rc.checkpoint.store"
 RECORD, STATE = "verl_rc.driver.step_record", "verl_rc.checkpoint.run_state"
 
@@ -52,7 +52,7 @@ LIVES = (
     Life("driver", f"{CHECKPOINTS}:commit", 1, "after", 1),
     Life("driver", f"{RECORD}:StepRecord.log", 1, "before", 0),
     Life("driver", f"{SAMPLE}:score", 1, "before", 0),
-    Life("actor", f"{TRAIN}:sample_batch", 1, "before", 0),
+    Life("actor", f"{SUPPLY}:sample_batch", 1, "before", 0),
     Life("driver", f"{CHECKPOINTS}:check_same_model", 1, "after", 0),
     Life("driver", f"{STAGES}:dump_rollouts", 1, "after", 0),
     Life("driver", f"{STORE}:CheckpointStore.begin", 1, "after", 0),
@@ -60,8 +60,8 @@ LIVES = (
 LIVES_WITH_ASYNC_SAVE = (
     Life("actor", f"{CHECKPOINTS}:write", 1, "after", 0),
     Life("driver", f"{CHECKPOINTS}:commit", 1, "after", 0),
-    Life("driver", f"{TRAIN}:sample_batch", 2, "0.02", 0),
-    Life("actor", f"{TRAIN}:sample_batch", 2, "0.05", 0),
+    Life("driver", f"{SUPPLY}:sample_batch", 2, "0.02", 0),
+    Life("actor", f"{SUPPLY}:sample_batch", 2, "0.05", 0),
     Life("actor", f"{STAGES}:evaluate", 2, "before", 0),
     Life("driver", f"{CHECKPOINTS}:commit", 2, "before", 1),
     Life("driver", f"{STORE}:CheckpointStore.seal", 1, "after", 0),

@@ -72,6 +72,8 @@ class EngineGroup:
         self._work = EngineWork(len(self._engines))
         self._replaced: set[int] = set()
         """Replaced engines that have not yet received the unfinished samples of their predecessors."""
+        self._submitting: list[dict[int, Pending]] = []
+        """Submissions whose answer is still to come."""
         self._process_group_backend = "gloo" if placement.device == "cpu" else "nccl"
 
     @property
@@ -131,6 +133,7 @@ class EngineGroup:
 
     def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> dict[int, Pending]:
         """Receive one weight update; each answer is a list of receipts, one per worker of the engine."""
+        self._wait_for_submitted()
         return {
             index: engine.call("receive_weights", manifest.to_plain(), bucket_bytes, version)
             for index, engine in enumerate(self._engines)
@@ -146,6 +149,7 @@ class EngineGroup:
 
     def begin_update(self) -> None:
         """Prepare every engine's model for loading weights. Raises ``EnginesLostError``."""
+        self._wait_for_submitted()
         self._call_all("begin_update")
 
     def load_bucket(self, handle: BucketHandle) -> None:
@@ -163,6 +167,7 @@ class EngineGroup:
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache if engines can sleep. Raises ``EnginesLostError``."""
+        self._wait_for_submitted()
         self._call_all("sleep")
 
     def wake_up(self, *tags: str) -> None:
@@ -170,14 +175,20 @@ class EngineGroup:
         self._call_all("wake_up", tags)
 
     def submit(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[int]:
-        """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns their numbers.
+        """Submit requests, those of one prompt to the engine with the fewest unfinished samples; returns their numbers at once.
 
         They are sampled with the engines' current weights, or those of an update in progress.
         """
         numbers, of_engines = self._work.add(requests, options, awaited=False)
-        with suppress(EnginesLostError):  # the next ``collect`` finds it too
-            self.wait(self._hand_over(of_engines))
+        self._submitting.append(self._hand_over(of_engines))  # an engine that takes 256 requests in may not answer for 0.2 s
         return numbers
+
+    def _wait_for_submitted(self) -> None:
+        """Wait until engines hold what was submitted: a later call could overtake it, because an engine runs two at a time."""
+        submitting, self._submitting = self._submitting, []
+        for pending in submitting:
+            with suppress(EnginesLostError):  # the next ``collect`` finds it too
+                self.wait(pending)
 
     def collect(self, wait_seconds: float, on_loss: OnLoss | None = None) -> list[int]:
         """Fetch finished samples; every busy engine waits at most ``wait_seconds`` for one.

@@ -13,6 +13,7 @@ from verl_rc.driver.sample import as_rollouts, score
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.best_of_n import Sample, summarise_samples
+from verl_rc.rollout.collect import check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 
@@ -84,6 +85,7 @@ def _sample_in_batches(services: Services, state: RunState, record: StepRecord, 
         batch = requests[start : start + size]
         completions = weights.generate(services, state, batch, sampling, step, record).result
         rollouts = as_rollouts(services, batch, completions)
+        check_versions(rollouts, expected_version=step)
         parts.append(score(services, rows[start : start + size], rollouts, StepRecord()))
     return Samples.concatenate(parts, services.tokenizer.pad_token_id)
 

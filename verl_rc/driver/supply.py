@@ -61,7 +61,7 @@ class TurnTaking:
         """Publish the weights of ``step``; returns the limit of the canary tokens' gap."""
         return weights.publish(self._services, self._state, step, record)
 
-    def admit(self, version: int) -> None:
+    def admit(self, version: int, record: StepRecord) -> None:
         """Nothing is sampled ahead."""
 
     def close_step(self, record: StepRecord) -> dict[str, Any]:
@@ -104,8 +104,12 @@ class Ahead:
         self._arrived = 0
         """Tokens that came from the engines since the last step was closed."""
 
-    def admit(self, version: int) -> None:
+    def admit(self, version: int, record: StepRecord) -> None:
         """Draw as many prompts as the engines' ``version`` of the weights admits, and hand them over to be sampled."""
+        with record.stage("admit"):
+            self._admit(version)
+
+    def _admit(self, version: int) -> None:
         now = self._now
         now.admission = now.admission.publish(version)
         count = now.admission.allowance()

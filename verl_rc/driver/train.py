@@ -37,7 +37,7 @@ def train(services: Services, state: RunState) -> None:
         return
     if state.step >= services.total_steps:
         say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
-    supply.admit(state.step)
+    supply.admit(state.step, StepRecord())
     while state.step < services.total_steps:
         step, record = state.step + 1, StepRecord()
         samples = supply.take(record)
@@ -56,7 +56,7 @@ def train(services: Services, state: RunState) -> None:
         state.canary_gap_limit = supply.publish(step, record)
         if services.is_due(trainer.test_freq, step):
             last = validate(services, state, record, step)
-        supply.admit(step)
+        supply.admit(step, record)
         stages.dump_rollouts(services, samples, step, record)
         state.health = stages.judge_health(services, state.health, record, step)
         state.step, state.prompts, state.supply = step, services.prompts.state_dict(), supply.close_step(record)

@@ -46,6 +46,7 @@ def plan_text(config: RunConfig) -> str:
         "Advantages": _advantages(config, plan),
         "Critic": _critic(config, plan),
         "A step": _step(plan),
+        "Generation ahead of training": _ahead(config),
         "Batch": _batch(plan),
         "Set, and without effect here": _without_effect(plan, is_changed=True),
         "At their defaults, and without effect here": _without_effect(plan, is_changed=False),
@@ -235,6 +236,24 @@ def _work(phase: Phase) -> str:
     if phase.trained_rows:
         return f"forward and backward, {phase.trained_rows} rows"
     return f"forward, {phase.forward_rows} rows" if phase.forward_rows else ""
+
+
+def _ahead(config: RunConfig) -> Iterator[str]:
+    options, rollout = config.async_training, config.actor_rollout_ref.rollout
+    if options.is_synchronous:
+        return
+    batch, steps = config.data.train_batch_size, options.oldest
+    every = rollout.sync_proof.canary_freq
+    rows = [
+        ("ages", f"a response has one version of the weights and is 0 to {steps} step(s) old when it is trained on, never older"),
+        ("in memory", f"at most {options.groups_in_memory(batch)} prompts, {rollout.n} samples each, are sampled or wait"),
+        ("publishing", "engines finish what they have, then take the weights: a step takes as long as the slower of both sides"),
+        ("proof", "old tokens prove nothing about the engines' weights: the gap of canary tokens alone is limited, "
+         + (f"every {every} steps and at the start" if every > 0 else "at the start")),
+    ]  # fmt: skip
+    if options.ahead > 1:
+        rows.append(("", f"{steps} steps ahead wait for the same end of sampling as 1: tokens get older, steps no shorter"))
+    yield from _table(rows)
 
 
 def _batch(plan: Plan) -> Iterator[str]:

@@ -33,12 +33,12 @@ def keys_of(group: str) -> set[str]:
 
 
 def test_the_groups_that_every_user_needs() -> None:
-    assert set(GROUPS) == {"hardware", "model", "task"}
+    assert set(GROUPS) == {"async", "hardware", "model", "task"}
     assert set(GROUPS["hardware"]) == {"cpu", "1gpu", "8gpu", "2x8gpu"}
     assert {"digits", "gsm8k", "math"} <= set(GROUPS["task"])
 
 
-@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(["hardware", "model", "task"], 2)])
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(["async", "hardware", "model", "task"], 2)])
 def test_no_two_groups_set_the_same_key(one: str, other: str) -> None:
     assert keys_of(one) & keys_of(other) == set()
 

@@ -28,6 +28,7 @@ class ScriptedEngines:
 
     def __init__(self):
         self.calls = []
+        self.version = 0
         self._drawn = {}
 
     def generate(self, requests, options, on_loss):
@@ -42,7 +43,7 @@ class ScriptedEngines:
             responses=torch.tensor(tokens),
             response_lengths=torch.ones(rows, dtype=torch.int64),
             rollout_log_probs=torch.zeros(rows, 1),
-            policy_versions=torch.zeros(rows, 1, dtype=torch.int64),
+            policy_versions=torch.full((rows, 1), self.version),
             finished=torch.ones(rows, dtype=torch.bool),
             batch_size=[rows],
         )
@@ -87,6 +88,7 @@ def scripted_run(samples, prompts=3, **changes):
 
 def metrics_of(run, step=0):
     record = StepRecord()
+    run.engines.version = step
     accuracy = validate(run, RunState(), record, step)
     return accuracy, {name: value for name, value in record.metrics().items() if name.startswith("val-")}
 
@@ -98,6 +100,13 @@ def test_one_greedy_sample_per_prompt():
     assert metrics == pytest.approx({"val-core/digits/acc/mean@1": 1.0, "val-aux/digits/reward/mean@1": 1.1})
     (_, options), = run.engines.calls
     assert options.temperature == 0.0
+
+
+def test_engines_with_another_version_are_found():
+    run = scripted_run(samples=1)
+    run.engines.version = 3
+    with pytest.raises(RuntimeError, match="must come from weight version 4"):
+        validate(run, RunState(), StepRecord(), step=4)
 
 
 def test_every_prompt_is_sampled_n_times_each_with_its_own_seed():

@@ -12,8 +12,10 @@ from compared_runs import NOT_OF_THE_TRAINING
 from formula_run import STEPS, World, live, without_processes
 
 from verl_rc.checkpoint import RunState, SavedRun
+from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.data.batches import Completions, Timed
-from verl_rc.driver import train
+from verl_rc.driver import train, weights
 from verl_rc.driver.supply import Ahead
 from verl_rc.rollout.sampling import GenerationRequest
 
@@ -45,8 +47,9 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     """Metrics by step, without times; every step has one line."""
     given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len({line["step"] for line in given}) == len(given)
-    kept = (*NOT_OF_THE_TRAINING, "trainer/idle_ratio")
-    return {line["step"]: {name: value for name, value in line.items() if not name.startswith(kept)} for line in given}
+    return {
+        line["step"]: {name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_TRAINING)} for line in given
+    }
 
 
 def samples(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -190,3 +193,54 @@ def test_a_producer_that_fails_is_an_error_where_the_trainer_waits(tmp_path: Pat
     world.failure = RuntimeError("the engine's step loop ended")
     with pytest.raises(RuntimeError, match="step loop ended"):
         run(tmp_path, *ahead(1), world=world)
+
+
+class Losing(World):
+    """Its engine is lost while it is waited for, at one ``call``; the new one samples what was owed by the weights it gets."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.call, self.calls, self.asked = call, 0, {}  # type: ignore[var-annotated]
+
+    def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+        numbers = super().submit(requests, options)
+        self.asked |= dict(zip(numbers, requests, strict=True))
+        return numbers
+
+    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> Timed[Completions]:
+        self.calls += 1
+        if self.calls == self.call:
+            owed, self.under_way = self.under_way, set()
+            on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(owed))
+            for number in owed:
+                self.submitted[number] = self.generate([self.asked[number]], None).result
+            self.under_way = owed
+        return super().finish(numbers, on_loss)
+
+    def replace(self, engines: Sequence[int]) -> list[Any]:
+        return []
+
+    def open(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("call", "ages", "owed"), [(1, [0, 1, 1, 1], 8), (3, [0, 1, 0, 1], 4)])
+def test_what_a_lost_engine_owed_is_sampled_again_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, ages: list[int], owed: int
+) -> None:
+    """By the version it had while the trainer still holds that (call 1), else by a newer one."""
+    monkeypatch.setattr(weights, "wait_for_all", lambda pending, timeout: [])
+    world = Losing(call)
+    run(tmp_path, *ahead(1), world=world)
+    found = lines_with_recovery(tmp_path)
+    assert [found[step]["async/group_age/max"] for step in range(1, STEPS + 1)] == ages
+    assert sum(found[step]["recovery/engines_replaced"] for step in found) == 1
+    assert sum(found[step]["recovery/requests_reissued"] for step in found) == owed
+    assert [sorted({row["input"][0]["content"] for row in samples(tmp_path, step)}) for step in (1, 2, 3, 4)] == [
+        ["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]
+    ]  # fmt: skip
+
+
+def lines_with_recovery(folder: Path) -> dict[int, dict[str, Any]]:
+    given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in given}

@@ -14,6 +14,11 @@ from verl_rc.report.plan import plan_of
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 BYPASS: Given = {f"{CORRECTION}.bypass_mode": True}
 TOKEN_WEIGHTS: Given = {f"{CORRECTION}.rollout_is": "token"}
+AHEAD: Given = {
+    "async_training.staleness_threshold": 2,
+    "async_training.partial_rollout": False,
+    "actor_rollout_ref.hybrid_engine": False,
+}
 REJECTION: Given = {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_3.0"}
 
 SAID: list[tuple[Given, list[str], list[str]]] = [
@@ -24,7 +29,17 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
             "w the token's own ratio π_old / π_roll, at most 2",
             "old_log_prob actor forward, 40 rows",
         ],
-        ["bypass", "Critic", "π_ref"],
+        ["bypass", "Critic", "π_ref", "Generation ahead of training"],
+    ),
+    (
+        {**AHEAD, **TOKEN_WEIGHTS},
+        [
+            "is 0 to 2 step(s) old when it is trained on",
+            "at most 30 prompts, 4 samples each",
+            "the gap of canary tokens alone is limited",
+            "tokens get older, steps no shorter",
+        ],
+        [],
     ),
     (
         {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", **TOKEN_WEIGHTS},

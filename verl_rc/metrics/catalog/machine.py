@@ -5,6 +5,7 @@ from verl_rc.metrics.catalog.spec import MetricSpec
 _STAGES = {
     "gen": "sampling the responses",
     "gen_max": "sampling one greedy response per prompt (remax)",
+    "admit": "drawing prompts and handing them to the engines (asynchronous training)",
     "reward": "scoring the responses",
     "old_log_prob": "log-probs under the proximal policy",
     "ref": "log-probs under the reference policy",

@@ -39,7 +39,7 @@ python -m verl_rc.main_ppo task=digits hardware=cpu --multirun correction=decoup
 ```
 
 What wins, the weakest first: the schema's defaults, the run file, `hardware`, `model`, `task`,
-`correction`, and the keys of the command line. A later key wins over an earlier one. No two of
+`async`, `correction`, and the keys of the command line. A later key wins over an earlier one. No two of
 these groups set the same key. A task brings the model that it is usually trained with, `model=NAME`
 takes another, and `GROUP=null` or `~GROUP` takes none. A group may be given once. `correction=NAME`
 is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of that section that

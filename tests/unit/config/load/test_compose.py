@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_every_preset_is_a_choice_of_correction() -> None:
     composer = Composer(parse([]), has_groups=True)
-    assert composer.groups() == ["correction", "hardware", "model", "task"]
+    assert composer.groups() == ["async", "correction", "hardware", "model", "task"]
     assert set(composer.loader.get_group_options("correction")) == set(PRESETS)
     for preset in ("disabled", "bypass_pg_is"):
         assert composed(f"correction={preset}") == {"algorithm": {"rollout_correction": {"preset": preset}}}

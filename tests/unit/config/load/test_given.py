@@ -46,7 +46,7 @@ def test_values_are_read_as_they_were_meant(override: str, rewritten: str) -> No
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("harware=cpu", r"harware is not a known key or config group; the nearest is the group hardware of correction, .*task\."),
+        ("harware=cpu", r"harware is not a known key or config group; the nearest is the group hardware of async, .*task\."),
         ("tasks/digits=x", "tasks/digits is not a known key or config group; the nearest is the group task of"),
         ("trainr.seed=1", "the nearest is trainer.seed"),
         ("trainr=1", "trainr is not a known key"),

@@ -1,0 +1,59 @@
+"""A real run one step off: ages, metrics in the catalogue, and kill -9 in the middle of a step, to the last bit."""
+
+from pathlib import Path
+
+import pytest
+from compared_runs import committed, differences, prompts_in_order
+from real_runs import left_over_processes, metrics_of, of_folder, train
+
+from verl_rc.metrics import check_names
+
+AHEAD = [
+    "algorithm.rollout_correction.preset=decoupled_token_is",
+    "async_training.staleness_threshold=1",
+    "async_training.partial_rollout=False",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.actor.checkpoint.async_save=False",
+    "trainer.save_freq=1",
+]
+
+
+@pytest.fixture(scope="module")
+def whole_ahead(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of four steps, each sampled while the one before it was trained on."""
+    folder = tmp_path_factory.mktemp("ahead")
+    result = train([*overrides, *AHEAD, *of_folder(folder)])
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert not left_over_processes()
+    return folder
+
+
+@pytest.mark.slow
+def test_ages_are_those_of_the_rule(whole_ahead: Path) -> None:
+    metrics = metrics_of(whole_ahead)
+    check_names({name for line in metrics.values() for name in line} - {"step"})
+    assert [metrics[step]["async/token_age/mean"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert [metrics[step]["async/in_flight_groups"] for step in (1, 2, 3, 4)] == [4, 4, 0, 0]
+    assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3, 4))
+    assert [step for step in metrics if "val-core/digits/acc/mean@1" in metrics[step]] == [0, 2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [
+        ("driver", ("verl_rc.driver.stages:update_actor", "2", "0.01")),
+        ("driver", ("verl_rc.driver.supply:weights.finish", "2", "before")),
+    ],
+)
+def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
+    overrides: list[str], whole_ahead: Path, tmp_path: Path, victim: str, point: tuple[str, str, str]
+) -> None:
+    again = [*overrides, *AHEAD, *of_folder(tmp_path)]
+    assert train(again, victim, "SIGKILL", *point).returncode != 0
+    assert committed(tmp_path)[-1] < 4
+    result = train(again)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert not differences(whole_ahead, tmp_path, 4)
+    assert prompts_in_order(tmp_path, 4) == prompts_in_order(whole_ahead, 4)
+    assert len(set(prompts_in_order(tmp_path, 4))) == 16
