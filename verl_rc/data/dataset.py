@@ -166,8 +166,12 @@ class PromptDataset(Dataset[PromptRow]):
 
     def row(self, row_index: int) -> PromptRow:
         """The prompt of a row of the files. Raises ``ValueError`` when the choice of rows has none of this index."""
-        index = self._row_indices.index(row_index)
-        return self[index]
+        if row_index not in self._row_indices:
+            raise ValueError(
+                f"the checkpoint was sampling row {row_index} of data.train_files, which the chosen rows do not have. "
+                "Give the data it was trained on, or start anew with trainer.resume_mode=disable."
+            )
+        return self[self._row_indices.index(row_index)]
 
     def __getitem__(self, index: int) -> PromptRow:
         """The prompt at ``index``, truncated. Raises ``ValueError`` when it is malformed or too long."""

@@ -31,10 +31,21 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
             return store, None, RunState()
         saved = SavedRun.load(folder)
         check_same_model(saved.config, config.model_dump(mode="json"))
+        _check_nothing_is_forgotten(saved, config)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     say("going on from %s: %d steps are done", folder, saved.state.step)
     return store, folder, saved.state
+
+
+def _check_nothing_is_forgotten(saved: SavedRun, config: RunConfig) -> None:
+    """Raise ``CheckpointError`` when groups were sampled ahead that this run would not train on."""
+    groups = saved.state.supply["groups"]["groups"] if saved.state.supply else []
+    if groups and config.async_training.is_synchronous:
+        raise CheckpointError(
+            f"the checkpoint holds {len(groups)} groups that were sampled ahead, which a synchronous run does not train on; "
+            "resume with the async_training section it was written with, or start anew with trainer.resume_mode=disable."
+        )
 
 
 def _problem(folder: Path, config: RunConfig) -> str | None:

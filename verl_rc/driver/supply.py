@@ -33,7 +33,7 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request
 
 
 def open_supply(services: Services, state: RunState) -> "TurnTaking | Ahead":
-    """The supply that ``async_training`` asks for. Raises ``ValueError`` when the saved one does not fit the run."""
+    """The supply that ``async_training`` asks for."""
     synchronous = services.config.async_training.is_synchronous
     return TurnTaking(services, state) if synchronous else Ahead(services, state)
 
@@ -42,13 +42,7 @@ class TurnTaking:
     """The synchronous run: a step's prompts are drawn and sampled when it begins, and nothing is under way afterwards."""
 
     def __init__(self, services: Services, state: RunState) -> None:
-        """Raise ``ValueError`` when an asynchronous run left something in flight."""
-        groups = state.supply.get("groups", {}).get("groups", [])
-        if groups:
-            raise ValueError(
-                f"the checkpoint holds {len(groups)} groups that were sampled ahead, which a synchronous run does not train on; "
-                "resume with the async_training section it was written with, or start anew with trainer.resume_mode=disable."
-            )
+        """``state`` has nothing in flight, see ``checkpoints.choose``."""
         self._services, self._state = services, state
 
     def take(self, record: StepRecord) -> Samples:

@@ -45,6 +45,19 @@ def test_too_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_what_works_at_the_same_time_needs_cores_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ["async_training.staleness_threshold=1", "async_training.partial_rollout=False"]
+    own = "actor_rollout_ref.hybrid_engine=False"
+    config = small_run_config(tmp_path, *whole, own, "algorithm.rollout_correction.preset=disabled")
+    monkeypatch.setattr(placement, "usable_cores", lambda: 1)
+    with pytest.raises(ConfigError, match="1 ranks and 1 engines were asked for, this process may use 1"):
+        plan_placement(config)
+    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
+    assert placement._threads(config, "cpu", 1) == (4, 4)
+    assert placement._threads(config, "cuda", 1) == placement._threads(small_run_config(tmp_path), "cpu", 1) == (8, 8)
+
+
+@pytest.mark.usefixtures("cluster")
 def test_places_that_others_hold_are_waited_for_as_long_as_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
 

@@ -55,6 +55,14 @@ def test_files_with_different_columns_follow_each_other(write_parquet, record, t
     assert dataset[2].extra_info == {}
 
 
+def test_a_row_is_found_by_its_index_in_the_files(ten_rows, tokenizer):
+    dataset = PromptDataset([ten_rows], tokenizer, OPTIONS, RowChoice(max_samples=4))
+    rows = [dataset[place].row_index for place in range(4)]
+    assert [dataset.row(row).row_index for row in rows] == rows
+    with pytest.raises(ValueError, match=r"row 10 of data\.train_files, which the chosen rows do not have"):
+        dataset.row(10)
+
+
 def test_prompt_key_names_the_column(write_parquet, record, tokenizer):
     row = record("5")
     path = write_parquet([{**row, "question": row["prompt"], "prompt": "text"}])

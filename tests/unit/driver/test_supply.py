@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from compared_runs import NOT_OF_THE_TRAINING
-from formula_run import STEPS, World, live, without_processes
+from formula_run import OVERRIDES, STEPS, World, live, without_processes
+from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import ProcessLostError
+from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import Completions, Timed
-from verl_rc.driver import train, weights
+from verl_rc.driver import checkpoints, train, weights
 from verl_rc.driver.supply import Ahead
 from verl_rc.rollout.sampling import GenerationRequest
 
@@ -145,10 +147,13 @@ def test_a_smaller_lead_trains_first_what_is_there(tmp_path: Path) -> None:
     assert [found[step]["async/group_age/max"] for step in (3, 4, 5, 6)] == [2, 2, 2, 1]
 
 
-def test_a_synchronous_run_does_not_forget_what_was_sampled_ahead(tmp_path: Path) -> None:
-    run(tmp_path / "whole", *ahead(1))
-    with pytest.raises(ValueError, match="holds 4 groups that were sampled ahead"):
-        resume(tmp_path / "whole", tmp_path / "again", 2)
+def test_a_synchronous_run_does_not_forget_what_was_sampled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, *ahead(1))
+    monkeypatch.setattr(checkpoints, "shards_problem", lambda folder: None)
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_2'}")
+    assert checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *named, *ahead(1)), tmp_path)[2].step == 2
+    with pytest.raises(ConfigError, match="holds 4 groups that were sampled ahead"):
+        checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *named), tmp_path)
 
 
 class Mixed(World):
