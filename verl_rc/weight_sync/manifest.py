@@ -84,22 +84,22 @@ class Manifest:
 def tensor_digest(tensor: Tensor) -> int:
     """A 64-bit digest of a tensor's bytes and their positions, computed where the tensor lies.
 
-    ``sum_i word_i * (factor * i + offset | 1)`` modulo 2**64 over the 8-byte words (zero-padded): a multilinear
-    hash, so any
-    single changed word, and any swap of two different words, is seen. It guards against faults, not against an
-    adversary.
+    ``sum_i word_i * (factor * i + offset | 1)`` modulo 2**64 over the 4-byte words (zero-padded), a multilinear hash: it sees
+    any single changed word, any swap of two different words, and changes of several words unless they cancel by chance. It
+    guards against faults, not against an adversary.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words_missing = -data.numel() % 8
-    if words_missing:
-        data = torch.cat([data, data.new_zeros(words_missing)])
-    # view(int64) needs memory that starts at a multiple of 8 bytes; a slice of a bucket starts at any
+    bytes_missing = -data.numel() % 4
+    if bytes_missing:
+        data = torch.cat([data, data.new_zeros(bytes_missing)])
+    # view(int32) needs memory that starts at a multiple of 4 bytes; a slice of a bucket starts at any
     # element. A clone starts at an allocation of its own, which is aligned.
-    words = data.view(torch.int64) if data.data_ptr() % 8 == 0 else data.clone().view(torch.int64)
+    words = data.view(torch.int32) if data.data_ptr() % 4 == 0 else data.clone().view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     # In chunks: the positions of all words would take as much memory as the tensor itself.
     for start in range(0, words.numel(), _WORDS_PER_CHUNK):
-        chunk = words[start : start + _WORDS_PER_CHUNK]
+        # Words of 8 bytes would let two changed signs cancel: 2**63 times the sum of two odd factors is 0 modulo 2**64.
+        chunk = words[start : start + _WORDS_PER_CHUNK].to(torch.int64)
         position = torch.arange(start, start + chunk.numel(), device=words.device)
         # int64 wraps around modulo 2**64 on every device, and such a sum does not depend on the order of its
         # terms: trainer and engine get the same digest on different hardware.

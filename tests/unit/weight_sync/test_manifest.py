@@ -1,5 +1,6 @@
 """Manifests cut into buckets; digests see any change of bytes or places."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,15 @@ def test_any_changed_element_changes_the_digest(size: int, place: int, dtype: to
     changed = tensor.clone()
     changed[place % size] += 1
     assert tensor_digest(tensor) == tensor_digest(tensor.clone())
+    assert tensor_digest(tensor) != tensor_digest(changed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("places", [(3, 11), (0, 1), (7, 31), (1, 3, 5, 7)])
+def test_changed_signs_do_not_cancel(places: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 33, dtype=dtype)
+    changed = tensor.clone()
+    changed[list(places)] *= -1
     assert tensor_digest(tensor) != tensor_digest(changed)
 
 
