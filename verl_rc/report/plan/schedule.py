@@ -147,10 +147,17 @@ def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> It
         yield Phase("correction_statistics", "actor", forward_rows=trained * policy.statistics_passes, every=from_step)
     yield Phase("update_actor", "actor", trained_rows=trained, every=from_step)
     yield Phase("update_weights", "actor and engines")
+    yield from _phases_after_publication(config, sizes)
+
+
+def _phases_after_publication(config: RunConfig, sizes: BatchArithmetic) -> Iterator[Phase]:
+    trainer = config.trainer
     canary_freq = config.actor_rollout_ref.rollout.sync_proof.canary_freq
     yield Phase("sync_canary", "engines and actor", every=_every(canary_freq, "the start"))
     if trainer.test_freq > 0:
         yield Phase("testing", "engines", every=_every(trainer.test_freq, "the last"))
+    if not config.async_training.is_synchronous:
+        yield Phase("admit", "driver")
     if trainer.rollout_data_dir is not None:
         yield Phase("dump_rollout_generations", "driver")
     if trainer.save_freq > 0:

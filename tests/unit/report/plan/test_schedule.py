@@ -88,9 +88,18 @@ def stages_of_the_driver() -> set[str]:
     return found
 
 
+ONE_STEP_OFF: Given = {
+    "async_training.staleness_threshold": 1,
+    "async_training.partial_rollout": False,
+    "actor_rollout_ref.hybrid_engine": False,
+    "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+    "algorithm.rollout_correction.rollout_is": "token",
+}
+
 EVERYTHING: list[Given] = [
     {**GAE, **REFERENCE, f"{TRAINER}.test_freq": 5, f"{TRAINER}.save_freq": 5, f"{TRAINER}.rollout_data_dir": "x"},
     {"algorithm.adv_estimator": "remax"},
+    ONE_STEP_OFF,
 ]
 
 
