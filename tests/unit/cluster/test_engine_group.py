@@ -82,7 +82,7 @@ def group_of(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineG
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
     vars(group).update(_engines=engines, _timeout_seconds=1.0, _options=None, _work=EngineWork(num_engines), _replaced=set())
-    vars(group).update(_handing_over=[])
+    vars(group).update(_submitting=[])
     return group, engines
 
 

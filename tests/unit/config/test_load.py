@@ -138,7 +138,7 @@ MISTAKES = [
     ("critic.enable=False algorithm.adv_estimator=gae", "gae needs a critic"),
     ("critic.enable=True critic.ppo_max_token_len_per_gpu=8", "critic.ppo_max_token_len_per_gpu must hold the longest"),
     ("critic.enable=True critic.ppo_mini_batch_size=7", "multiple of critic.ppo_mini_batch_size"),
-    ("actor_rollout_ref.rollout.n_gpus_per_node=2", "engines share the trainer's devices"),
+    ("actor_rollout_ref.rollout.n_gpus_per_node=2", "engines share the trainer's 1 devices"),
     (
         "actor_rollout_ref.hybrid_engine=False actor_rollout_ref.rollout.checkpoint_engine.backend=ipc",
         "backend=ipc needs engines on the trainer's devices",

@@ -150,7 +150,7 @@ DEVICES: list[Mistake] = [
         "got 2",
         "parallel_size=1",
     ),
-    (f"{ROLLOUT}.n_gpus_per_node=2", f"{ROLLOUT}.n_gpus_per_node", "share the trainer's devices", "= 2", "hybrid_engine=False"),
+    (f"{ROLLOUT}.n_gpus_per_node=2", f"{ROLLOUT}.n_gpus_per_node", "share the trainer's 1 devices", "= 2", "hybrid_engine=False"),
     (f"trainer.nnodes=64 {ROLLOUT}.n=2", f"{ACTOR}.ppo_mini_batch_size", "at least one row", "= 32 rows", "trainer.nnodes"),
     (f"{ACTOR}.fsdp_config.fsdp_size=2 trainer.nnodes=4", "fsdp_size", "sharded over all trainer ranks", "=2", "write -1"),
 ]

@@ -39,11 +39,11 @@ python -m verl_rc.main_ppo task=digits hardware=cpu --multirun correction=decoup
 ```
 
 What wins, the weakest first: the schema's defaults, the run file, `hardware`, `model`, `task`,
-`async`, `correction`, and the keys of the command line. A later key wins over an earlier one. No two of
-these groups set the same key. A task brings the model that it is usually trained with, `model=NAME`
-takes another, and `GROUP=null` or `~GROUP` takes none. A group may be given once. `correction=NAME`
-is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of that section that
-were not given anywhere.
+`async`, `correction`, and the keys of the command line. A later key wins over an earlier one. No
+two of these groups set the same key. A task brings the model that it is usually trained with,
+`model=NAME` takes another, and `GROUP=null` or `~GROUP` takes none. A group may be given once.
+`correction=NAME` is short for `algorithm.rollout_correction.preset=NAME`, which fills the leaves of
+that section that were not given anywhere.
 
 Files of your own: `--config-dir DIR --config-name NAME` begins with the run file `DIR/NAME.yaml`. A
 run file may choose from the groups itself, as Hydra's files do: with

@@ -24,6 +24,7 @@ from verl_rc.driver.guards import check_mismatch, may_train
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import describe_correction, judge_gap
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.supply import _age_metrics
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
@@ -34,7 +35,7 @@ from verl_rc.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import memory_metrics
 
-WITHOUT_EXAMPLE = 15
+WITHOUT_EXAMPLE = 19
 """Entries that have no worked value yet: this number may only become smaller."""
 
 Example = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
@@ -440,13 +441,22 @@ def validation_by_two_samples_of_a_prompt():
 
 @example
 def engine_against_trainer():
-    services = SimpleNamespace(gap_limit=GapLimit.for_precision("float32", fixed=0.5))
+    synchronous = SimpleNamespace(async_training=SimpleNamespace(is_synchronous=True))
+    services = SimpleNamespace(config=synchronous, gap_limit=GapLimit.for_precision("float32", fixed=0.5))
     mask = torch.tensor([[True, True, False]])
     gap = LogProbGap.between(torch.tensor([[-1.0, -2.0, 0.0]]), torch.tensor([[-1.5, -1.75, 9.0]]), mask)
     record = StepRecord()
     judge_gap(services, SimpleNamespace(rollout_gap_limit=None), gap, record)
     expected = {"sync/rollout_gap_mean": 0.375, "sync/rollout_gap_max": 0.5, "sync/gap_limit": 0.5}
     return record.metrics(), expected
+
+
+@example
+def a_batch_that_was_sampled_ahead():
+    versions, mask = torch.tensor([[4, 4, -1], [3, 3, 3]]), torch.tensor([[True, True, False], [True, True, True]])
+    rollouts = SimpleNamespace(policy_versions=versions, response_mask=mask)
+    found = _age_metrics(rollouts, ages=[1, 2], current=5, bound=2)
+    return found, {"async/group_age/max": 2, "async/group_age/bound": 2, "async/token_age/mean": (1 + 1 + 2 + 2 + 2) / 5}
 
 
 @example
