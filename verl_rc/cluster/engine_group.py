@@ -143,10 +143,6 @@ class EngineGroup:
         """The devices that hold engine workers, as trainer ranks name theirs."""
         return [key for of_engine in self._call_all("device_keys") for key in of_engine]
 
-    def drain(self) -> None:
-        """Wait until all that was handed over has ended; what comes later waits for an update. Raises ``EnginesLostError``."""
-        self._call_all("drain")
-
     def begin_update(self) -> None:
         """Prepare every engine's model for loading weights. Raises ``EnginesLostError``."""
         self._wait_for_submitted()

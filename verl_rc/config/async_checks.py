@@ -136,7 +136,7 @@ def _surroundings(config: RunConfig) -> Iterator[str]:
 
 
 def _correction_is_chosen(config: RunConfig) -> bool:
-    """Whether anybody said how to correct: a preset (``disabled`` is one), or a field that decides."""
+    """Whether a correction was chosen: by a preset (``disabled`` is one) or by a field that decides."""
     given = config.algorithm.rollout_correction.model_fields_set
     return "rollout_correction" in config.algorithm.model_fields_set and (not given or bool(given & _CHOICES))
 

@@ -51,12 +51,22 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
 ) -> CorrectionResult:
     """Measure and apply rollout correction on a whole batch.
 
-    ``train_log_probs`` and ``rollout_log_probs`` are ``[B, T]`` in nats, ``response_mask`` is ``[B, T]``; the ratio is always
-    train over rollout. ``advantages`` ``[B, T]`` serve rules that look at their sign and, like all that follows,
-    ``diagnostics=full``: ``group_ids`` (an id of its prompt for each row), ``policy_versions`` int ``[B, T]`` or ``[B]`` (ages
-    count from ``current_version``, else from the newest one; ``by_age`` measures them with any diagnostics), outcome ``scores``
-    ``[B]`` (above 0: correct). Raises ``ValueError`` when shapes differ or advantages are missing, and under
-    ``nonfinite_logprob=raise`` when a log-prob is not finite. ``config`` may be a mapping of fields.
+    The ratio is always train over rollout.
+
+    Args:
+        train_log_probs: ``[B, T]``, nats.
+        rollout_log_probs: ``[B, T]``, nats.
+        response_mask: ``[B, T]``.
+        config: The model, or a mapping of its fields.
+        advantages: ``[B, T]``; rules that look at their sign need them.
+        group_ids: The prompt of each sequence; read with ``diagnostics=full``.
+        policy_versions: int ``[B, T]`` or ``[B]``; read with ``diagnostics=full`` or ``by_age``.
+        scores: ``[B]``, above 0 is correct; read with ``diagnostics=full``.
+        current_version: Version from which ages count; None: the newest of ``policy_versions``.
+        by_age: Measure by token age with any diagnostics.
+
+    Raises:
+        ValueError: Shapes differ, advantages are missing, or a log-prob is not finite under ``nonfinite_logprob=raise``.
     """
     log_probs, config = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config)
     context = SequenceContext(advantages=advantages)

@@ -63,7 +63,7 @@ def percentiles(counts: Sequence[float], percents: Sequence[float]) -> dict[floa
 def pareto_k(counts: Sequence[float]) -> float | None:
     """The shape k of the upper tail of ``exp(l)`` for the log-ratios in a histogram; None when the tail is too short to tell.
 
-    The tail are the ``min(n / 5, 3 sqrt(n))`` largest of n, rounded up to whole bins; k is fitted by Zhang and Stephens (2009)
+    The tail is the ``min(n / 5, 3 sqrt(n))`` largest of n, rounded up to whole bins; k is fitted by Zhang and Stephens (2009)
     and drawn towards 1/2 by ten prior draws (Pareto-smoothed importance sampling: Vehtari et al., arXiv:1507.02646). Moments of
     order 1/k and more do not exist: above 0.5 the weights have no variance, above 0.7 averages of practical size are unreliable.
     """

@@ -108,14 +108,14 @@ class LogRatio:
         return divergence.clamp_min_(0.0)  # rounding may leave a little below 0
 
     def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
-        """Of how many valid tokens of each row ``compare(values, bound)``, such as ``torch.gt``, is True; float64 ``[b]``."""
+        """Number of valid tokens of each sequence for which ``compare(values, bound)`` holds; float64 ``[b]``."""
         # Comparisons that write bools, and products with bools, take three times as long on a CPU.
         counts: Tensor = vecdot(compare(values, bound, out=torch.empty_like(self.ones)), self.ones)
         return counts.double()
 
 
 def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
-    """Of finite ``values`` ``[b]``, or of each row's ``values`` ``[b, t]``, whose ``count`` is not 0; float64 ``[b]``."""
+    """Largest and smallest of the finite ``values`` (``[b]``, or ``[b, t]`` by row) whose ``count`` is not 0; float64 ``[b]``."""
     # 0 for what counts and -inf elsewhere: added to something, it leaves the maximum to what counts.
     excluded = 1.0 - count.clamp_max(1.0).reciprocal()
     both = [excluded + values, excluded - values]

@@ -19,7 +19,7 @@ class Samples:
     scores: Tensor
     """float32 ``[B]``: outcome scores, including the overlong penalty if enabled."""
     prompts: list[PromptRow] = field(default_factory=list)
-    """The prompts; Indexed by ``rollouts.group_ids``. Prompts, texts and extras may be empty; no formula reads them."""
+    """The prompts, indexed by ``rollouts.group_ids``. Prompts, texts and extras may be empty; no formula reads them."""
     texts: list[str] = field(default_factory=list)
     """``B`` decoded responses."""
     extras: dict[str, list[object]] = field(default_factory=dict)

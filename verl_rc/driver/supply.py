@@ -197,7 +197,7 @@ class Ahead:
             self._under_way[group.number] = [next(numbers) for _ in group.samples]
 
     def _seed(self, group: Group, sample: Sample) -> int:
-        """That of the synchronous run."""
+        """The seed that a synchronous run would give this sample."""
         seed, row = self._services.config.trainer.seed, group.row.row_index
         identity = {"seed": seed, "step": group.admitted_for_step, "epoch": group.epoch, "row": row, "sample": sample.index}
         return request_seed(identity)
@@ -275,7 +275,7 @@ def _scores(scored: Samples, place: int, count: int) -> GroupScores:
 
 
 def _age_metrics(rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int) -> dict[str, float]:
-    """Of the groups, and of their tokens, for a trainer whose weights are version ``current``."""
+    """Ages of the groups and of their tokens; the trainer's weights are version ``current``."""
     token_ages = current - rollouts.policy_versions[rollouts.response_mask].double()
     return {
         "async/group_age/max": float(max(ages)),

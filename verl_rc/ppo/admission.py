@@ -104,7 +104,7 @@ class Admission:
         return {**counts, "decided": self.decided.plain()}
 
     def resumed(self, state: Mapping[str, Any]) -> "Admission":
-        """This rule at the place where ``state`` was taken, whatever rule held there: k and M may change.
+        """This rule at the place where ``state`` was taken; k and M may have been others there.
 
         Raises ``ValueError`` when the state's numbers contradict each other.
         """

@@ -72,7 +72,7 @@ def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> Next
     undecided = [group for group in left if not group.decided]
     newest = _newest_that_does_not_fit([*undecided, *later], trained, rule) if rule.late == "wait" else None
     awaited = tuple(group.number for group in undecided if newest is not None and group.version <= newest)
-    # Nobody to wait for, and yet they do not fit: a resumed run whose bound was larger before. The oldest go first.
+    # No group is awaited, but not all fit: a resumed run had a larger bound. The oldest go first.
     return NextBatch(awaited=awaited) if awaited else NextBatch(tuple(group.number for group in batch), dropped=dropped)
 
 

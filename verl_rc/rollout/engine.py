@@ -102,13 +102,6 @@ class RolloutEngine:
         """The device of each worker, named as trainer ranks name theirs."""
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_device"))
 
-    def drain(self) -> None:
-        """Wait until all samples submitted before have ended; samples submitted later wait for the next whole update.
-
-        A sender calls it so as not to wait in a broadcast. ``begin_update`` and ``receive_weights`` drain the engine too.
-        """
-        self._loop.call(lambda _: None, when_empty=True, hold="update")
-
     def begin_update(self) -> None:
         """Make the model loadable; every bucket of the update follows, then ``finish_update``. Sampling pauses."""
         self._loop.call(lambda sampler: sampler.llm.start_weight_update(), when_empty=True, hold="update")

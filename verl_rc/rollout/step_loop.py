@@ -25,7 +25,7 @@ class Sample:
     """One response to sample."""
 
     number: int
-    """Of the samples that wait, the one with the lowest number begins first."""
+    """Waiting samples begin in ascending order of this number."""
     request: GenerationRequest
     options: SamplingOptions
     ahead: bool = False

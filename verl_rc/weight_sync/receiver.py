@@ -79,9 +79,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one request. (The base class synchronises an accelerator, which a CPU does not have.)"""
+        """Receive one request."""
         self.receive_weights(self.parse_update_info(update_info))
-        # vLLM's base class synchronises the accelerator here, which raises on a machine that has none.
+        # The base class always synchronises the accelerator, which only vLLM's CPU runner makes a no-op.
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

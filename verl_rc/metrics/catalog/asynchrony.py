@@ -14,4 +14,4 @@ ASYNCHRONY = tuple(
         ("async/length_ratio", "1", "mean tokens of a trained group / of a sampled one, over the run so far", None),
     )
 )
-"""Entries of this room."""
+"""Metrics of asynchronous runs."""
