@@ -23,18 +23,20 @@ from hypothesis import HealthCheck, settings  # noqa: E402  (after the environme
 settings.register_profile("verl_rc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl_rc")
 
-SHARED = {
-    "whole runs": ("tests/chaos/", "tests/integration/test_resume.py", "tests/integration/test_two_steps.py"),
-    "one Ray": tuple(
-        f"tests/integration/test_{name}.py"
-        for name in ("agent_loop", "local_ray", "planted_faults", "recovery", "remote", "reward_model", "watchdog")
-    ),
-}
-"""Files whose tests share what takes long to start: the folder of one run, or the Ray of their process, which holds one."""
+WHOLE_RUNS = (
+    "tests/chaos/",
+    "tests/integration/test_every_key_arrives.py",
+    "tests/integration/test_other_ways.py",
+    "tests/integration/test_resume.py",
+    "tests/integration/test_two_steps.py",
+)
+SHARED = {"whole runs": WHOLE_RUNS, "real parts": ("tests/integration/",)}
+"""Tests whose start takes long: those that start the program as a user does share one run's folder; the others in
+tests/integration start Ray in their own process, which holds one at a time, so that the run with faulty workers comes last."""
 
 
 class WhatIsSharedStaysTogether(LoadScopeScheduling):
-    """Who runs what where pytest-xdist shares tests out: file by file, but for those that share a start."""
+    """Distributes files over the processes of pytest-xdist; files that share a start go to one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]

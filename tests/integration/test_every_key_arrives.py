@@ -26,6 +26,8 @@ SHOWN_ELSEWHERE = {
     "ray_kwargs.ray_init.loopback_only "
     "actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.free_cache_engine "
     "actor_rollout_ref.rollout.enforce_eager critic.optim.min_lr_ratio critic.optim.num_cycles",
+    # which nothing reads after the checks
+    "tests/unit/config/test_async_checks.py": "async_training.require_batches",
     # features that the run has turned off
     "tests/unit/data/test_records.py": "data.custom_cls.name",
     "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.target_modules "
