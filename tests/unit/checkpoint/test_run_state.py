@@ -161,7 +161,7 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
             lambda folder: edit(folder / "run_state.json", format_version=4, written_by="verl_rc 0.9"),
             r"format 1 to 3 for verl_rc .*, but verl_rc 0\.9 wrote it in format 4\. Resume with verl_rc 0\.9, or start anew",
         ),
-        (lambda folder: edit(folder / "run_state.json", format_version=None), r"but verl_rc 0\.1\.0 wrote it in format None"),
+        (lambda folder: edit(folder / "run_state.json", format_version=None), r"but verl_rc \S+ wrote it in format None"),
         (lambda folder: edit_state(folder, step="five"), r"hold the state of a run, but: step: .* got 'five'"),
         (lambda folder: edit_state(folder, colour="red"), "colour: Unexpected keyword argument, got 'red'"),
         (lambda folder: edit_state(folder, health=None), "health: "),
