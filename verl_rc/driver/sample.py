@@ -199,9 +199,8 @@ def generate(
 ) -> Timed[RolloutBatch]:
     """Sample ``rollout.n`` responses per prompt; rows of one prompt are adjacent."""
     rollout = services.config.actor_rollout_ref.rollout
-    identity = {"seed": services.config.trainer.seed, "step": state.step + 1, "epoch": epoch}
     requests = [
-        GenerationRequest(row.prompt_token_ids, request_seed({**identity, "row": row.row_index, "sample": sample}))
+        GenerationRequest(row.prompt_token_ids, sample_seed(services, state.step + 1, epoch, row, sample))
         for row in prompts
         for sample in range(rollout.n)
     ]
@@ -214,6 +213,12 @@ def generate(
         check_versions(rollouts, expected_version=state.step)
         record.add_busy("gen", answer.busy_seconds)
     return Timed(rollouts, answer.busy_seconds)
+
+
+def sample_seed(services: Services, step: int, epoch: int, row: PromptRow, sample: int) -> int:
+    """The seed of one response to a prompt that ``step`` trains on; a run that samples ahead uses the same."""
+    seed = services.config.trainer.seed
+    return request_seed({"seed": seed, "step": step, "epoch": epoch, "row": row.row_index, "sample": sample})
 
 
 def sampled_tokens(completions: Completions) -> int:

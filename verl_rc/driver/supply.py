@@ -17,6 +17,7 @@ from verl_rc.driver.sample import (
     describe_sampled,
     reward_outputs,
     sample_batch,
+    sample_seed,
     sampled_tokens,
     score_with_penalty,
     with_component_scores,
@@ -29,7 +30,7 @@ from verl_rc.ppo.number_ranges import NumberRanges
 from verl_rc.ppo.replay_order import NextBatch, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.running_ledger import RunningLedger
 from verl_rc.rollout.collect import build_rollout_batch
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 
 def open_supply(services: Services, state: RunState) -> "TurnTaking | Ahead":
@@ -190,17 +191,16 @@ class Ahead:
             return
         options = SamplingOptions.for_training(self._services.config.actor_rollout_ref.rollout, self._services.stop_token_ids)
         requests = [
-            GenerationRequest(group.row.prompt_token_ids, self._seed(group, one)) for group in groups for one in group.samples
+            GenerationRequest(
+                group.row.prompt_token_ids,
+                sample_seed(self._services, group.admitted_for_step, group.epoch, group.row, one.index),
+            )
+            for group in groups
+            for one in group.samples
         ]
         numbers = iter(self._services.engines.submit(requests, options))
         for group in groups:
             self._under_way[group.number] = [next(numbers) for _ in group.samples]
-
-    def _seed(self, group: Group, sample: Sample) -> int:
-        """The seed that a synchronous run would give this sample."""
-        seed, row = self._services.config.trainer.seed, group.row.row_index
-        identity = {"seed": seed, "step": group.admitted_for_step, "epoch": group.epoch, "row": row, "sample": sample.index}
-        return request_seed(identity)
 
     def _finish(self, numbers: Sequence[int], record: StepRecord, version: int) -> None:
         """Wait until these groups are whole, and have them scored; engines that are lost get the weights as ``version``."""

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
+from seed_completions import completions
 
 from verl_rc.cluster import engine_group
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
-from verl_rc.data.batches import Completions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
@@ -60,18 +59,6 @@ class Engine:
 
     def build(self, worker: str, options: Any) -> None:
         pass
-
-
-def completions(seeds: list[int]) -> Completions:
-    tokens = torch.tensor(seeds)[:, None]
-    return Completions(
-        responses=tokens,
-        response_lengths=torch.ones_like(tokens[:, 0]),
-        rollout_log_probs=torch.zeros(tokens.shape),
-        policy_versions=torch.zeros_like(tokens),
-        finished=torch.ones(len(seeds), dtype=torch.bool),
-        batch_size=[len(seeds)],
-    )
 
 
 def group_of(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineGroup, list[Engine]]:

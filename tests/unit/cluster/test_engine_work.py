@@ -1,28 +1,14 @@
 """How requests are shared out among engines, and that every sample comes back once, in the order asked for."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from seed_completions import completions
 
 from verl_rc.cluster.engine_work import EngineWork, assign
-from verl_rc.data.batches import Completions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
-
-
-def completions(seeds: list[int]) -> Completions:
-    """One-token rows that are the requests' seeds."""
-    tokens = torch.tensor(seeds)[:, None]
-    return Completions(
-        responses=tokens,
-        response_lengths=torch.ones_like(tokens[:, 0]),
-        rollout_log_probs=torch.zeros(tokens.shape),
-        policy_versions=torch.zeros_like(tokens),
-        finished=torch.ones(len(seeds), dtype=torch.bool),
-        batch_size=[len(seeds)],
-    )
 
 
 def groups(*sizes: int) -> list[list[int]]:
