@@ -39,15 +39,30 @@ def interrupted_run(task: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     command = [sys.executable, "-m", "verl_rc.main_ppo", *run_overrides(task, folder), *OTHER_WAYS]
     environment = {**marked_environment(), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_listen_to_ctrl_c,
     ) as process:
         assert process.stdout is not None
         next((line for line in process.stdout if line.startswith("step 3/")), None)
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does: to the whole process group
-        _, errors = process.communicate(timeout=600)
+        try:
+            _, errors = process.communicate(timeout=180)
+        finally:
+            process.kill()  # leaving the context waits for the process
     assert process.returncode == 130, errors[-3000:]
     assert errors.strip().endswith("interrupted")
     return folder
+
+
+def _listen_to_ctrl_c() -> None:
+    """A shell starts background jobs with SIGINT ignored, which processes inherit; this suite may be one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_ctrl_c_ends_everything_that_the_run_started(interrupted_run: Path) -> None:
