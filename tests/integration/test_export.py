@@ -58,7 +58,8 @@ def greedy_tokens(model: Any, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("with_adapter", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["merged", "adapter"])
+@pytest.mark.slow
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["merged", "adapter"])
 def test_vllm_continues_as_transformers_does(exported: dict[str, Path], with_adapter: bool) -> None:
     if with_adapter:
         prompt, served = served_tokens(exported["base"], exported["adapter"])
