@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement, product
 
 import pytest
 
-from verl_rc.ppo.admission import Admission
+from verl_rc.ppo.admission import Admission, AdmissionState
 from verl_rc.ppo.replay_order import NextBatch, OpenGroup, ReplayRule, next_batch
 
 Decide = Callable[[Iterable[OpenGroup], int, ReplayRule], NextBatch]
@@ -87,7 +87,7 @@ class Run:
     def state(self, steps: int, known: Iterable[tuple[int, bool]]) -> State:
         """With all that may be admitted now. In order of completion, which of several like groups is which does not matter."""
         open_groups = list(known)
-        counts = {"published": 0, "admitted": steps * self.rule.batch + len(open_groups), "replaced": 0, "decided": []}
+        counts = AdmissionState(0, steps * self.rule.batch + len(open_groups), 0, ())
         open_groups += [(0, False)] * self.admission.resumed(counts).allowance()
         return steps, tuple(sorted(open_groups) if self.rule.order == "ready" else open_groups)
 
