@@ -68,27 +68,38 @@ class World:
     # the engines
 
     def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
-        rows = self.generate(requests, options).result
+        rows = self.sample(requests)
         numbers = list(range(len(self.submitted), len(self.submitted) + len(requests)))
         self.submitted += [rows[place : place + 1] for place in range(len(requests))]
         self.under_way |= set(numbers)
         return numbers
 
-    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> Timed[Completions]:
+    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         if self.failure is not None:
             raise self.failure
+        return sorted(self.under_way)
+
+    def take(self, numbers: Sequence[int]) -> Completions:
         assert self.under_way >= set(numbers)
         self.under_way -= set(numbers)
-        return Timed(Completions.cat([self.submitted[number] for number in numbers]), 0.5)
+        return Completions.cat([self.submitted[number] for number in numbers])
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        assert self.under_way >= set(numbers)
+        self.under_way -= set(numbers)
 
     def generate(self, requests: Sequence[GenerationRequest], options: Any, on_loss: Any = None) -> Timed[Completions]:
         assert not self.under_way, "validation, canaries and the synchronous run sample alone"
+        return Timed(self.sample(requests), 0.5)
+
+    def sample(self, requests: Sequence[GenerationRequest]) -> Completions:
+        """By the version that the engines hold."""
         lengths = torch.tensor([2 + request.seed % 3 for request in requests])
         mask = torch.arange(WIDTH) < lengths[:, None]
         shifts = range(0, 3 * WIDTH, 3)
         tokens = torch.tensor([[1 + (40503 * request.seed + 977 >> shift) % 7 for shift in shifts] for request in requests])
         log_probs = log_probs_of(tokens, self.engine) - 0.02 * (1 + self.engine) * (tokens % 3 - 1)
-        completions = Completions(
+        return Completions(
             responses=torch.where(mask, tokens, 0),
             response_lengths=lengths,
             rollout_log_probs=torch.where(mask, log_probs, 0.0),
@@ -96,7 +107,6 @@ class World:
             finished=torch.ones(len(requests), dtype=torch.bool),
             batch_size=[len(requests)],
         )
-        return Timed(completions, 0.5)
 
     def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
         return [self.generate(requests, options).result]
@@ -123,9 +133,10 @@ class World:
     def update(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, request: UpdateRequest
     ) -> Timed[UpdateReport]:
-        """In step 2 the first gradient is not finite and the second mini-batch is empty; in step 3 both are empty."""
+        """In step 2 the first gradient is not finite and the other mini-batches are empty; in step 3 all are empty."""
         planned = [mini.num_loss_tokens for mini in mini_batches]
-        kept = {2: [planned[0], 0], 3: [0, 0]}.get(request.policy_version + 1, planned)
+        empty = [0] * len(planned)
+        kept = {2: [planned[0], *empty[1:]], 3: empty}.get(request.policy_version + 1, planned)
         norms = [math.nan if request.policy_version == 1 else 1.0 for count in kept if count]
         self.updates += 1
         self.trained += 0.1 + 0.01 * float((batch.advantages * batch.loss_mask).abs().sum())
@@ -168,6 +179,8 @@ class Rows(list[PromptRow]):
     """A dataset in memory."""
 
     def row(self, row_index: int) -> PromptRow:
+        if row_index >= len(self):
+            raise ValueError(f"there is no row {row_index}.")
         return self[row_index]
 
 
@@ -178,10 +191,22 @@ def prompt_stream() -> PromptStream:
 
 
 def live(
-    folder: Path, state: RunState, checkpoint: Path | None = None, *overrides: str, world: World | None = None, steps: int = STEPS
+    folder: Path,
+    state: RunState,
+    checkpoint: Path | None = None,
+    *overrides: str,
+    world: World | None = None,
+    scorer: Scorer | None = None,
+    steps: int = STEPS,
+    **asynchrony: Any,
 ) -> World:
-    """A run from ``state`` to the end; its models are those of the checkpoint."""
+    """A run from ``state`` to the end; its models are those of the checkpoint.
+
+    ``asynchrony``: values of the section ``async_training``, also those that are refused before a run starts.
+    """
     world, config = world or World(), small_run_config(folder, *OVERRIDES, *overrides)
+    section = config.async_training.model_copy(update=asynchrony)
+    config = config.model_copy(update={"async_training": section})
     prompts = prompt_stream()
     if checkpoint is not None:
         world.load(checkpoint / "actor")
@@ -199,7 +224,7 @@ def live(
         stop_token_ids=(0,),
         prompts=prompts,
         validation_rows=[PromptRow(row, [3, row], [], "table", None, {}) for row in range(3)],
-        scorer=Scorer(),
+        scorer=scorer or Scorer(),
         actor=world,
         critic=None,
         reference=Reference(),
@@ -215,7 +240,7 @@ def live(
         max_model_len=16,
         block_size=4,
     )
-    services.is_due = lambda frequency, step: frequency > 0 and step % frequency == 0
+    services.is_due = lambda frequency, step: frequency > 0 and (step % frequency == 0 or step == steps)
     train(cast(Services, services), state)
     services.tracker.close()
     return world

@@ -114,14 +114,34 @@ def _explain(given: argparse.Namespace) -> int:
     if _asks_for_help(given.arguments):
         return _show_usage("explain", given.arguments)
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
+    from verl_rc.ppo.step_time import MeasuredStep  # noqa: PLC0415  (as above)
     from verl_rc.report.explain import plan_text  # noqa: PLC0415  (as above)
 
+    seconds, arguments = _measured_seconds(given.arguments)
     try:
-        config = load_run_config(_with_recipe(given.arguments))
+        measured = MeasuredStep(*seconds) if seconds is not None else None
+        config = load_run_config(_with_recipe(arguments))
     except ValueError as error:
         return _refuse_configuration(error)
-    sys.stdout.write(plan_text(config))
+    sys.stdout.write(plan_text(config, measured))
     return 0
+
+
+_MEASURED = ("--sampling-seconds", "--training-seconds")
+
+
+def _measured_seconds(arguments: Sequence[str]) -> tuple[tuple[float, float] | None, list[str]]:
+    """The seconds of sampling and training that ``explain`` was given, and the other arguments. Exits when one is missing."""
+    given = dict(argument.split("=", 1) for argument in arguments if argument.partition("=")[0] in _MEASURED)
+    others = [argument for argument in arguments if argument.partition("=")[0] not in _MEASURED]
+    if not given:
+        return None, others
+    try:
+        sampling, training = (float(given[name]) for name in _MEASURED)
+    except (KeyError, ValueError):
+        sys.stderr.write(f"{' and '.join(f'{name}=<seconds>' for name in _MEASURED)} must be given together, as numbers.\n")
+        raise SystemExit(USER_ERROR) from None
+    return (sampling, training), others
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -172,7 +192,8 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
-    sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]\n")
+    measured = "".join(f" [{name}=S]" for name in _MEASURED) if subcommand == "explain" else ""
+    sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]{measured}\n")
     sys.stdout.write("as python -m verl_rc.main_ppo, whose --help lists the groups\n")
     return 0 if arguments else USER_ERROR
 

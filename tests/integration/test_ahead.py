@@ -43,7 +43,7 @@ def test_ages_are_those_of_the_rule(whole_ahead: Path) -> None:
     ("victim", "point"),
     [
         ("driver", ("verl_rc.driver.stages:update_actor", "2", "0.01")),
-        ("driver", ("verl_rc.driver.supply:weights.finish", "2", "before")),
+        ("driver", ("verl_rc.driver.supply:weights.collect", "2", "before")),
     ],
 )
 def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(

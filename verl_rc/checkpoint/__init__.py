@@ -5,14 +5,17 @@ from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
 from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
 from verl_rc.checkpoint.shards import BackgroundWriter, collect_shards, load_shards, save_shards, write_shards
 from verl_rc.checkpoint.store import CheckpointError, CheckpointStore, ResumeMode
+from verl_rc.checkpoint.supply_state import LengthTotals, SupplyState
 
 __all__ = [
     "BackgroundWriter",
     "CheckpointError",
     "CheckpointStore",
+    "LengthTotals",
     "ResumeMode",
     "RunState",
     "SavedRun",
+    "SupplyState",
     "check_same_model",
     "collect_shards",
     "load_full_state_dict",

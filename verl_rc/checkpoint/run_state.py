@@ -3,7 +3,7 @@
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from verl_rc import __version__
 from verl_rc.checkpoint.store import CheckpointError
+from verl_rc.checkpoint.supply_state import SupplyState
 from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.control import ControlState
 from verl_rc.ppo.guards import RewardHistory
 
-FORMAT_VERSION = 3
-"""Format of the run state, increased when its fields or their meaning change. Formats 1 and 2 can still be read."""
+FORMAT_VERSION = 4
+"""Format of the run state, increased when its fields or their meaning change. Earlier formats can still be read."""
 RUN_STATE_FILE = "run_state.json"
 LOADER_FILE = "data.pt"
 GROUPS_FILE = "groups.pt"
@@ -56,8 +57,8 @@ class RunState:
     """Training steps done."""
     prompts: dict[str, Any] = field(default_factory=dict)
     """``state_dict`` of the prompt stream: its position in the data."""
-    supply: dict[str, Any] = field(default_factory=dict)
-    """Admission, running ledger and groups in flight or waiting of an asynchronous run; empty in a synchronous run."""
+    supply: SupplyState | None = None
+    """Samples in flight or waiting; None: the run is synchronous."""
     control: ControlState = field(default_factory=ControlState)
     """Adaptive weight of the KL penalty and adaptive rejection threshold."""
     rollout_gap_limit: float | None = None
@@ -98,7 +99,7 @@ class SavedRun:
         """
         state = asdict(self.state)
         tensors = {LOADER_FILE: state.pop("prompts")}
-        if "groups" in state["supply"]:
+        if state["supply"] is not None:
             tensors[GROUPS_FILE] = state["supply"].pop("groups")
         for name, value in tensors.items():
             try:
@@ -131,8 +132,8 @@ class SavedRun:
             )
         if version == 1:
             plain = _from_format_1(plain)
-        elif version == 2 and isinstance(plain.get("state"), dict):
-            plain["state"].setdefault("supply", {})  # nothing was in flight
+        elif version < FORMAT_VERSION and isinstance(plain.get("state"), dict):
+            plain["state"]["supply"] = _supply_of_format_3(plain["state"].get("supply"))
         expected = {"state", "config", "num_ranks", "written_by"}
         if plain.keys() != expected or not isinstance(plain["state"], dict):
             raise CheckpointError(
@@ -149,8 +150,9 @@ class SavedRun:
                 f"{path} must hold the state of a run, but: {_in_one_line(error)}. Use another checkpoint."
             ) from error
         state.prompts = _read_tensors(folder / LOADER_FILE, "a loader's state")
-        if state.supply:
-            state.supply["groups"] = _read_tensors(folder / GROUPS_FILE, "groups in flight")
+        if state.supply is not None:
+            groups = _read_tensors(folder / GROUPS_FILE, "groups in flight")
+            state.supply = replace(state.supply, groups=groups)
         return cls(state, plain["config"], plain["num_ranks"])
 
 
@@ -166,7 +168,7 @@ def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
     nonfinite = plain.get("nonfinite_in_a_row", {})
     state = {
         "step": plain["step"],
-        "supply": {},
+        "supply": None,
         "control": {"kl_coef": plain["control"]["kl_coef"], "rejection_threshold": plain["control"]["threshold"]},
         "rollout_gap_limit": plain["gap_limits"].get("rollouts"),
         "canary_gap_limit": plain["gap_limits"].get("canary"),
@@ -178,6 +180,16 @@ def _from_format_1(plain: dict[str, Any]) -> dict[str, Any]:
         "tracker_run_id": plain["tracker_run_id"],
     }
     return {"state": state, "config": plain["config"], "num_ranks": plain["num_ranks"], "written_by": "verl_rc 0.1.0"}
+
+
+def _supply_of_format_3(supply: Any) -> Any:
+    """Convert what an asynchronous run saved; a run of format 2, and a synchronous one, had nothing in flight."""
+    if not supply:
+        return None
+    if isinstance(supply, dict) and isinstance(supply.get("trained"), list) and len(supply["trained"]) == 2:
+        tokens, groups = supply["trained"]
+        return {**supply, "trained": {"tokens": tokens, "groups": groups}}
+    return supply
 
 
 def _in_one_line(error: ValueError) -> str:

@@ -198,6 +198,10 @@ class EngineGroup:
         self._collect(dict.fromkeys(self._work.busy_engines(), 1), wait_seconds, on_loss)
         return self._work.finished()
 
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Forget submitted requests: they are neither collected nor submitted again when their engine is lost."""
+        self._work.discard(numbers)
+
     def take(self, numbers: Sequence[int]) -> Completions:
         """The completions of these numbers, in this order, once all have been collected; each can be taken once."""
         return self._work.take(numbers)

@@ -88,7 +88,7 @@ def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int
     """Of a trainer rank and of an engine's worker: all cores where they take turns, else those that are theirs alone."""
     cores, ranks = usable_cores(), config.trainer.n_gpus_per_node
     workers = engines_per_node * config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if device == "cpu" and not config.async_training.is_synchronous:
+    if device == "cpu" and config.overlaps:
         share = max(1, cores // (ranks + workers))
         return share, share
     return max(1, cores // ranks), max(1, cores // workers)
@@ -126,12 +126,13 @@ def _check_cores(config: RunConfig) -> None:
             f"{trainer.n_gpus_per_node} and {config.num_engines} engines were asked for, this process may use {cores}. "
             "Pass trainer.n_gpus_per_node=1 (on a CPU it means trainer ranks)."
         )
-    ahead, engines = config.async_training.staleness_threshold, config.num_engine_devices // trainer.nnodes
-    if ahead > 0 and trainer.n_gpus_per_node + engines > cores:
+    options, engines = config.async_training, config.num_engine_devices // trainer.nnodes
+    if config.overlaps and trainer.n_gpus_per_node + engines > cores:
+        synchronous = "staleness_threshold=0" if options.trigger_parameter_sync_step == 1 else "trigger_parameter_sync_step=1"
         raise ConfigError(
-            f"with async_training.staleness_threshold={ahead:g} trainer ranks and engines compute at the same time, each on a "
-            f"core of its own: {trainer.n_gpus_per_node} ranks and {engines} engines were asked for, this process may use "
-            f"{cores}. Ask for fewer, or pass async_training.staleness_threshold=0."
+            f"with async_training.staleness_threshold={options.staleness_threshold:g} trainer ranks and engines compute at the "
+            f"same time, each on a core of its own: {trainer.n_gpus_per_node} ranks and {engines} engines were asked for, this "
+            f"process may use {cores}. Ask for fewer, or pass async_training.{synchronous}."
         )
 
 

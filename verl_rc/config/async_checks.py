@@ -13,13 +13,9 @@ _CHOICES = {"rollout_is", "rollout_rs", "rollout_token_veto_threshold", "rollout
 """Fields of rollout correction, one of which is given where a correction was chosen; a preset gives ``rollout_is``."""
 
 UNBUILT = {
-    "max_off_policy_strategy": "groups are trained on in the order of their admission, which drops none; drop it",
-    "trigger_parameter_sync_step": "weights are published after every step; drop it",
     "max_concurrent_rollouts": "a limit below max_num_seqs is not built; write actor_rollout_ref.rollout.max_num_seqs",
     "kv_cache_on_update": "responses that weights change under are not built; drop it",
     "deterministic_steps": "responses that weights change under are not built; drop it",
-    "max_token_age": "rejection by age is not built; drop it",
-    "group_timeout_seconds": "it is not built; write actor_rollout_ref.rollout.engine_timeout_seconds, which replaces an engine",
     "trace": "it is not built; drop it, timing_s/* is measured in every step",
 }
 """Keys whose values other than the default are refused, and why. A key that is built loses its line."""
@@ -29,6 +25,7 @@ _NEEDS_ASYNCHRONY = (
     "order",
     "kv_cache_on_update",
     "max_token_age",
+    "group_timeout_seconds",
     "deterministic_steps",
 )
 
@@ -47,8 +44,6 @@ def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
             by_reason.setdefault(reason, []).append(f"{_SECTION}.{key}={getattr(given, key)}")
     for reason, keys in by_reason.items():
         yield f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} refused: {reason}."
-    if given.order == "ready":
-        yield f"{_SECTION}.order=ready is refused: training in the order of completion is not built; pass order=admitted."
     if given.staleness_threshold > 0 and given.partial_rollout:
         yield (
             f"{_SECTION}.partial_rollout=True with staleness_threshold={given.staleness_threshold:g} is refused: responses that "
@@ -59,12 +54,6 @@ def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
 def refuse_unbuilt_beside(config: RunConfig) -> Iterator[str]:
     """One sentence for each part of a run that cannot be ahead of training yet."""
     reasons = {
-        "algorithm.filter_groups.enable=True": "groups are not filtered while others are sampled"
-        if config.algorithm.filter_groups.enable
-        else None,
-        f"algorithm.adv_estimator={config.algorithm.adv_estimator}": "its greedy responses are not sampled ahead"
-        if config.algorithm.estimator_reads("reward_baselines")
-        else None,
         "actor_rollout_ref.rollout.multi_turn.enable=True": "conversations with tools are not sampled ahead"
         if config.actor_rollout_ref.rollout.multi_turn.enable
         else None,
@@ -91,7 +80,9 @@ def contradictions(config: RunConfig) -> Iterator[str]:
         return
     yield from _surroundings(config)
     yield from _fractions(options)
+    yield from _order(options)
     yield from _hard_bound(options)
+    yield from _token_age(config)
     yield from _partial_rollouts(options)
 
 
@@ -143,17 +134,27 @@ def _correction_is_chosen(config: RunConfig) -> bool:
 
 def _fractions(options: AsyncTrainingConfig) -> Iterator[str]:
     every, in_order = options.trigger_parameter_sync_step, options.resolved_order == "admitted"
-    if in_order and (every * options.ahead).denominator != 1:
+    if in_order and (every * options.staleness).denominator != 1:
         yield (
             f"{_SECTION}.staleness_threshold={options.staleness_threshold:g} with trigger_parameter_sync_step={every} is "
-            f"{float(every * options.ahead):g} steps, and fractions of a step buy nothing in the order of admission, where a "
-            f"step waits for its last group; pass {_whole_steps(options.ahead, every):g}, or {_SECTION}.order=ready."
+            f"{float(every * options.staleness):g} steps, and fractions of a step buy nothing in the order of admission, where a "
+            f"step waits for its last group; pass {_whole_steps(options.staleness, every):g}, or {_SECTION}.order=ready."
         )
     if options.max_off_policy_threshold is not None and not in_order and (every * options.hard_bound).denominator != 1:
         yield (
             f"{_SECTION}.max_off_policy_threshold={options.max_off_policy_threshold:g} with trigger_parameter_sync_step={every} "
             f"is {float(every * options.hard_bound):g} steps, and a fraction of a step bounds nothing, because ages are whole "
             f"steps; pass {_whole_steps(options.hard_bound, every, up=True):g}, which means the same."
+        )
+
+
+def _order(options: AsyncTrainingConfig) -> Iterator[str]:
+    k, every = options.staleness, options.trigger_parameter_sync_step
+    if options.order == "ready" and not options.partial_rollout and every == 1 and k.denominator == 1:
+        yield (
+            f"{_SECTION}.order=ready has no effect with partial_rollout=False, staleness_threshold={float(k):g} and a "
+            "publication after every step: all that is older than the last publication has ended, so the oldest are the lowest "
+            "numbers; pass order=admitted, or raise trigger_parameter_sync_step."
         )
 
 
@@ -167,6 +168,11 @@ def _hard_bound(options: AsyncTrainingConfig) -> Iterator[str]:
             f"{key}={given:g} has no effect without a lead ({ahead}): all that is admitted is trained on before the next "
             "publication; raise that, or drop it."
         )
+    elif given and not in_order and not options.partial_rollout:
+        yield (
+            f"{key}={given:g} has no effect with {_SECTION}.partial_rollout=False, where all responses end before the next "
+            f"publication and {ahead} is kept by itself; drop it."
+        )
     elif given is not None and in_order and given != options.staleness_threshold:
         yield (
             f"{key}={given:g} has no effect in the order of admission, which keeps {ahead} by itself; drop it, or pass "
@@ -177,15 +183,37 @@ def _hard_bound(options: AsyncTrainingConfig) -> Iterator[str]:
             f"{_SECTION}.max_off_policy_strategy=drop has no effect in the order of admission, in which nothing grows older than "
             f"{ahead}; drop it, or pass {_SECTION}.order=ready."
         )
+    elif options.max_off_policy_strategy == "drop" and not options.partial_rollout:
+        yield (
+            f"{_SECTION}.max_off_policy_strategy=drop has no effect with {_SECTION}.partial_rollout=False, where all responses "
+            "end before the next publication and nothing grows too old; drop it."
+        )
     elif options.max_off_policy_strategy == "drop" and given is None:
         yield (
             f"{_SECTION}.max_off_policy_strategy=drop needs the bound beyond which groups are dropped: pass "
             f"{key}=<publications>, at least {options.staleness_threshold:g}; none was given."
         )
-    if options.max_token_age is not None and options.max_token_age >= options.oldest:
+
+
+def _token_age(config: RunConfig) -> Iterator[str]:
+    options = config.async_training
+    if options.max_token_age is None:
+        return
+    given, usual = f"{_SECTION}.max_token_age={options.max_token_age}", options.usual_age
+    if options.max_token_age >= options.oldest:
         yield (
-            f"{_SECTION}.max_token_age={options.max_token_age} is never passed: no token is older than {options.oldest} steps; "
-            f"pass at most {options.oldest - 1}, or drop it."
+            f"{given} is never passed: no token is older than {options.oldest} steps; pass at most {options.oldest - 1}, or drop "
+            "it."
+        )
+    elif not options.partial_rollout and options.max_token_age < usual:
+        yield (
+            f"{given} rejects all tokens once the run is {usual} steps ahead: with partial_rollout=False those of a step are "
+            f"{usual} to {options.oldest} steps old; pass {usual} or more, lower staleness_threshold, or drop it."
+        )
+    if config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            f"{given} is a rule of the driver, and with {_CORRECTION}.bypass_mode=True the actor decides which tokens it keeps; "
+            "drop one of them."
         )
 
 

@@ -21,12 +21,16 @@ class AsyncTrainingConfig(StrictModel):
     ``trigger_parameter_sync_step=1``: synchronous."""
     max_off_policy_threshold: float | None = Field(None, ge=0)
     """The hard bound of ages in publications, at least ``staleness_threshold``: nothing older is trained on. null:
-    ``staleness_threshold`` + 1; ``staleness_threshold`` itself where it is 0, and with ``order=admitted``."""
+    ``staleness_threshold`` + 1; ``staleness_threshold`` itself where it is 0, with ``order=admitted``, and with
+    ``partial_rollout=False``."""
     max_off_policy_strategy: Literal["wait", "drop"] = "wait"
     """What becomes of a group that would pass the hard bound: the trainer waits for it, or it is dropped and another one takes
-    its place, which trains on shorter answers than were sampled. ``drop`` needs ``max_off_policy_threshold``."""
+    its place, which trains on shorter answers than were sampled. ``drop`` needs ``max_off_policy_threshold``. Both act in the
+    order of completion and with partial rollouts alone: whole responses, and the order of admission, keep the bound by
+    themselves."""
     trigger_parameter_sync_step: int = Field(1, ge=1)
-    """Training steps from one publication to the next, >= 1."""
+    """Training steps from one publication to the next, >= 1. ``trainer.test_freq`` must be a multiple of it, and
+    ``trainer.save_freq`` is rounded up to one: only a step that publishes is validated and saved."""
     require_batches: int | None = Field(None, ge=1)
     """Mini-batches (``actor.ppo_mini_batch_size`` prompts each) of a step, which is then ``data.train_batch_size``; null: that
     key says it."""
@@ -42,10 +46,11 @@ class AsyncTrainingConfig(StrictModel):
     max_concurrent_rollouts: int | None = Field(None, ge=1)
     """Samples that one engine works on at once, at most ``rollout.max_num_seqs``; null: as many as that."""
     max_token_age: int | None = Field(None, ge=0)
-    """Tokens older than this many steps leave the loss and are counted as rejected; null: none."""
+    """Tokens older than this many steps leave the loss and are counted as rejected; the advantage baseline keeps their
+    samples. null: none."""
     group_timeout_seconds: float | None = Field(None, gt=0)
-    """Longest time from a group's first request to its last answer, seconds; one that takes longer is sampled once more, then
-    counted as failed and replaced. null: no limit."""
+    """Longest time from a group's first request to its last answer, seconds, with the time it waits in an engine; one that takes
+    longer is sampled once more, then counted as failed and replaced. null: no limit."""
     deterministic_steps: int | None = Field(None, ge=1)
     """Engine steps per version after which engines wait for new weights, so that partial rollouts are equal to the bit from run
     to run; for tests. null: engines never wait."""
@@ -66,7 +71,7 @@ class AsyncTrainingConfig(StrictModel):
         return "admitted" if in_order else "ready"
 
     @property
-    def ahead(self) -> Fraction:
+    def staleness(self) -> Fraction:
         """k: ``staleness_threshold`` as it was written, 0.1 as a tenth."""
         return _exact(self.staleness_threshold)
 
@@ -75,17 +80,32 @@ class AsyncTrainingConfig(StrictModel):
         """K: the hard bound of ages in publications, null resolved."""
         if self.max_off_policy_threshold is not None:
             return _exact(self.max_off_policy_threshold)
-        return self.ahead if self.resolved_order == "admitted" or not self.ahead else self.ahead + 1
+        return self.staleness if self.keeps_ages or not self.staleness else self.staleness + 1
+
+    @property
+    def keeps_ages(self) -> bool:
+        """Whether nothing can grow older than k publications: in order of admission, and where responses end before the next
+        publication, after which the oldest version goes first."""
+        return self.resolved_order == "admitted" or not self.partial_rollout
 
     @property
     def oldest(self) -> int:
-        """Steps that a token may be old at most when it is trained on: ⌈M (1 + K)⌉ − 1, of k in order of admission."""
-        bound = self.ahead if self.resolved_order == "admitted" else self.hard_bound
+        """Steps that a token may be old at most when it is trained on: ⌈M (1 + K)⌉ − 1, of k where that keeps itself."""
+        bound = self.staleness if self.keeps_ages else self.hard_bound
         return math.ceil(self.trigger_parameter_sync_step * (1 + bound)) - 1
+
+    @property
+    def usual_age(self) -> int:
+        """Steps that a token is old at least, once generation is as far ahead as it may be and every response is whole: ⌊M k⌋."""
+        return math.floor(self.trigger_parameter_sync_step * self.staleness)
+
+    def rounded_to_publications(self, steps: int) -> int:
+        """A frequency in steps, rounded up to one of steps that publish; <= 0 (never) stays."""
+        return -(-steps // self.trigger_parameter_sync_step) * self.trigger_parameter_sync_step if steps > 0 else steps
 
     def groups_in_memory(self, batch: int) -> int:
         """M (1 + k) B: groups that are in flight or wait at once, at most, with ``batch`` prompts a step."""
-        return math.ceil(self.trigger_parameter_sync_step * (1 + self.ahead) * batch)
+        return math.ceil(self.trigger_parameter_sync_step * (1 + self.staleness) * batch)
 
 
 def _exact(value: float) -> Fraction:

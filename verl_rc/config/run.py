@@ -239,6 +239,11 @@ class RunConfig(StrictModel):
         return 1 + int(self.needs_critic) + int(self.has_reference_model)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether engines sample while the trainer trains: an asynchronous run whose engines have devices of their own."""
+        return not (self.async_training.is_synchronous or self.actor_rollout_ref.hybrid_engine)
+
+    @property
     def num_processes(self) -> int:
         """Processes of a run beside the driver."""
         return self.num_trainer_roles * self.num_ranks + self.num_engines

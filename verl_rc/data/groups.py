@@ -124,7 +124,7 @@ class Group:
     admitted_at: int
     """Version that the engines held when it was admitted."""
     samples: Sequence[Sample]
-    """``rollout.n`` of them, in the order of their index."""
+    """``rollout.n`` of them, in the order of their index; with ``remax`` a greedy one comes last."""
     scores: GroupScores | None = None
     """None: not whole, or not scored yet."""
     fate: Fate | None = None

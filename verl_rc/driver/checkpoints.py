@@ -40,11 +40,11 @@ def choose(config: RunConfig, run_folder: Path) -> tuple[CheckpointStore, Path |
 
 def _check_nothing_is_forgotten(saved: SavedRun, config: RunConfig) -> None:
     """Raise ``CheckpointError`` when groups were sampled ahead that this run would not train on."""
-    groups = saved.state.supply["groups"]["groups"] if saved.state.supply else []
-    if groups and config.async_training.is_synchronous:
+    supply = saved.state.supply
+    if supply is not None and (supply.num_groups or supply.drawn) and config.async_training.is_synchronous:
         raise CheckpointError(
-            f"the checkpoint holds {len(groups)} groups that were sampled ahead, which a synchronous run does not train on; "
-            "resume with the async_training section it was written with, or start anew with trainer.resume_mode=disable."
+            f"the checkpoint holds {supply.num_groups} groups that were sampled ahead, which a synchronous run does not train "
+            "on; resume with the async_training section it was written with, or start anew with trainer.resume_mode=disable."
         )
 
 
@@ -63,10 +63,12 @@ def _problem(folder: Path, config: RunConfig) -> str | None:
 def write(services: Services, state: RunState, record: StepRecord) -> None:
     """Write a checkpoint of ``state`` beside its place, if one is due; ``commit`` puts it there.
 
-    One is due every ``trainer.save_freq`` steps, at the end, and when the run was asked to stop; never if that is <= 0, unless an
-    alert ends the run. With ``checkpoint.async_save`` it is only copied here, once the one before is written.
+    One is due every ``trainer.save_freq`` steps (rounded up to steps that publish), at the end, and when the run was asked to
+    stop; never if that is <= 0, unless an alert ends the run. With ``checkpoint.async_save`` it is only copied
+    here, once the one before is written.
     """
-    step, frequency = state.step, services.config.trainer.save_freq
+    step = state.step
+    frequency = services.config.async_training.rounded_to_publications(services.config.trainer.save_freq)
     wanted = services.stop.decide() and (frequency > 0 or services.stop.reason is not None)
     if not services.is_due(frequency, step) and not wanted:
         return

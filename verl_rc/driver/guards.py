@@ -23,12 +23,12 @@ def may_train(
     Raises ``TokensChangedError`` when a row does not hold the token ids that were sampled, and ``LedgerError`` when sampled
     tokens are missing, or the loss would look at others than those that rollout correction kept.
     """
-    batch, correction = scored.batch, scored.correction
+    batch = scored.batch
     with record.stage("adv"):
         record.ledger.require_in_batch(int(torch.count_nonzero(batch.response_mask)))
         assert samples.rollouts.fingerprints is not None
         require_sampled_tokens(samples.rollouts.fingerprints, batch.tokens, batch.response_mask)
-        require_sampled_loss(batch.loss_mask, batch.response_mask, None if correction is None else correction.keep_mask)
+        require_sampled_loss(batch.loss_mask, batch.response_mask, scored.keep_mask)
     alerts = services.config.trainer.alerts
     collapse = rewards.collapse(alerts.reward_window, alerts.reward_drop)
     record.add({"alerts/reward_collapse": float(collapse is not None)})

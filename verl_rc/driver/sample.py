@@ -1,7 +1,7 @@
 """Sampling what a step trains on: once, or until there are enough prompts whose samples differ in their scores."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
@@ -126,9 +126,16 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
 
 
 def _informative_part(part: Samples, metric: str) -> Samples:
-    scores = part.unpenalised if metric == "score" and part.unpenalised is not None else part.scores
-    values = _numbers(replace(part, scores=scores), metric, "algorithm.filter_groups.metric")
+    values = compared_values(part.scores, part.unpenalised, part.extras, metric)
     return part.select_prompts(informative_groups(values, part.rollouts.group_ids.tolist()))
+
+
+def compared_values(
+    scores: Tensor, unpenalised: Tensor | None, extras: Mapping[str, Sequence[object]], metric: str
+) -> list[float]:
+    """What ``algorithm.filter_groups.metric`` says of each sample. Raises ``ValueError`` when it names no column of numbers."""
+    given = unpenalised if metric == "score" and unpenalised is not None else scores
+    return _numbers(given, extras, metric, "algorithm.filter_groups.metric")
 
 
 def describe_sampled(services: Services, batch: Samples, response_tokens: int, record: StepRecord) -> None:
@@ -172,24 +179,25 @@ def with_component_scores(services: Services, samples: Samples, record: StepReco
 
 def _component_scores(samples: Samples, keys: list[str], record: StepRecord) -> Tensor:
     """float32 ``[B, K]``."""
-    columns = torch.tensor([_numbers(samples, key, "algorithm.gdpo_reward_keys") for key in keys], dtype=torch.float32)
+    values = [_numbers(samples.scores, samples.extras, key, "algorithm.gdpo_reward_keys") for key in keys]
+    columns = torch.tensor(values, dtype=torch.float32)
     for key, column in zip(keys, columns.double(), strict=True):
         record.add({f"gdpo/{key}/mean": float(column.mean()), f"gdpo/{key}/std": float(column.std(correction=0))})
         record.add({f"gdpo/{key}/max": float(column.max()), f"gdpo/{key}/min": float(column.min())})
     return columns.T.contiguous()
 
 
-def _numbers(samples: Samples, name: str, key: str) -> list[float]:
+def _numbers(scores: Tensor, extras: Mapping[str, Sequence[object]], name: str, key: str) -> list[float]:
     """One finite number per sample. Raises ``ValueError`` naming the configuration ``key`` when the column has none."""
     if name in ("score", *REWARD_METRICS):
-        scores: list[float] = samples.scores.tolist()
-        return scores
-    values = samples.extras.get(name, [])
+        given: list[float] = scores.tolist()
+        return given
+    values = extras.get(name, [])
     numbers = [float(value) for value in values if isinstance(value, Real) and math.isfinite(value)]
-    if len(numbers) != len(samples):
+    if len(numbers) != len(scores):
         raise ValueError(
             f"{key} must name the score or a column of finite numbers that the reward function returns for every sample, got "
-            f"{name!r}; it returned the columns {sorted(samples.extras)}."
+            f"{name!r}; it returned the columns {sorted(extras)}."
         )
     return numbers
 
@@ -215,10 +223,13 @@ def generate(
     return Timed(rollouts, answer.busy_seconds)
 
 
-def sample_seed(services: Services, step: int, epoch: int, row: PromptRow, sample: int) -> int:
-    """The seed of one response to a prompt that ``step`` trains on; a run that samples ahead uses the same."""
-    seed = services.config.trainer.seed
-    return request_seed({"seed": seed, "step": step, "epoch": epoch, "row": row.row_index, "sample": sample})
+def sample_seed(services: Services, step: int, epoch: int, row: PromptRow, sample: int, attempt: int = 0) -> int:
+    """The seed of one response to a prompt, the same in synchronous and asynchronous runs.
+
+    ``step`` is the one that the prompt was drawn for; ``attempt`` says how often it was sampled before, and failed.
+    """
+    identity = {"seed": services.config.trainer.seed, "step": step, "epoch": epoch, "row": row.row_index, "sample": sample}
+    return request_seed({**identity, "attempt": attempt} if attempt else identity)
 
 
 def sampled_tokens(completions: Completions) -> int:

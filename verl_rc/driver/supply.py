@@ -1,50 +1,62 @@
-"""Where a step's samples come from: sampled when the step begins, or ahead of it, while earlier steps are trained."""
+"""Where a step's samples come from: sampled when the step begins, or beside the training of earlier steps."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-import torch
-
-from verl_rc.checkpoint import RunState
-from verl_rc.data.batches import Completions, RolloutBatch
-from verl_rc.data.groups import Group, GroupScores, Part, Sample, completions, joined_samples, pack, unpack
+from verl_rc.checkpoint import LengthTotals, RunState, SupplyState
+from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.config.errors import ConfigError
+from verl_rc.data.batches import RolloutBatch
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.groups import Group, Sample, pack, unpack
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.sample import (
-    decode,
     describe_sampled,
     reward_outputs,
     sample_batch,
     sample_seed,
     sampled_tokens,
-    score_with_penalty,
     with_component_scores,
 )
+from verl_rc.driver.scored_groups import decide, end_sample, join
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.admission import Admission
+from verl_rc.ppo.admission import Admission, AdmissionState
+from verl_rc.ppo.guards import FailedGroups
 from verl_rc.ppo.number_ranges import NumberRanges
-from verl_rc.ppo.replay_order import NextBatch, OpenGroup, ReplayRule, next_batch
-from verl_rc.ppo.running_ledger import RunningLedger
-from verl_rc.rollout.collect import build_rollout_batch
+from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
+from verl_rc.ppo.running_ledger import LedgerState, RunningLedger
+from verl_rc.rewards import RewardError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
+_POLL_SECONDS = 0.05
+"""Longest wait for one engine's next sample, while another engine may have ended some."""
+_LENGTH_RATIO_STEPS, _LENGTH_RATIO_ERROR = 20, 0.02
+"""From how many steps on trained and sampled lengths must agree, and how well."""
 
-def open_supply(services: Services, state: RunState) -> "TurnTaking | Ahead":
+
+def open_supply(services: Services, state: RunState) -> "SynchronousSupply | AsynchronousSupply":
     """The supply that ``async_training`` asks for."""
     synchronous = services.config.async_training.is_synchronous
-    return TurnTaking(services, state) if synchronous else Ahead(services, state)
+    return SynchronousSupply(services, state) if synchronous else AsynchronousSupply(services, state)
 
 
-class TurnTaking:
-    """The synchronous run: a step's prompts are drawn and sampled when it begins, and nothing is under way afterwards."""
+class SynchronousSupply:
+    """A step's prompts are drawn and sampled when it begins, and nothing is under way afterwards."""
 
     def __init__(self, services: Services, state: RunState) -> None:
         """``state`` has nothing in flight, see ``checkpoints.choose``."""
         self._services, self._state = services, state
+
+    def admit(self, record: StepRecord) -> None:
+        """Nothing is sampled before its step."""
 
     def take(self, record: StepRecord) -> Samples:
         """What the next step trains on."""
@@ -56,12 +68,9 @@ class TurnTaking:
         """Publish the weights of ``step``; returns the limit of the canary tokens' gap."""
         return weights.publish(self._services, self._state, step, record)
 
-    def admit(self, version: int, record: StepRecord) -> None:
-        """Nothing is sampled ahead."""
-
-    def close_step(self, record: StepRecord) -> dict[str, Any]:
+    def close_step(self, record: StepRecord) -> SupplyState | None:
         """There is nothing to keep from one step to the next."""
-        return {}
+        return None
 
 
 @dataclass
@@ -70,182 +79,368 @@ class _Progress:
 
     admission: Admission
     ledger: RunningLedger
+    trained: LengthTotals = field(default_factory=LengthTotals)
+    dropped: LengthTotals = field(default_factory=LengthTotals)
+    failed: FailedGroups = field(default_factory=FailedGroups)
+    drawn: deque[tuple[int, PromptRow]] = field(default_factory=deque)
+    """Epoch and row of prompts that were drawn with others and not admitted yet."""
     groups: dict[int, Group] = field(default_factory=dict)
     """Open groups by number, ascending."""
-    trained: tuple[int, int] = (0, 0)
-    """Tokens and groups trained on so far, of those sampled ahead."""
+
+    @property
+    def num_kept(self) -> int:
+        """Groups that wait to be trained on."""
+        return sum(group.fate == "kept" for group in self.groups.values())
 
 
-class Ahead:
-    """Groups are sampled up to k publications ahead of training, in the order of their admission; every response is whole.
+@dataclass
+class _StepTotals:
+    """What happened since the last step was closed."""
 
-    Weights are published when nothing is under way any more. So the version of a sample is that of its admission, and what is
-    open at the end of a step is whole, or has not begun: a checkpoint holds it exactly.
+    arrived: int = 0
+    """Tokens that came from the engines."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Of groups that left the run untrained, by fate."""
+    groups: Counter[str] = field(default_factory=Counter)
+    """Groups that were decided, by fate."""
+    score: float = 0.0
+    """Sum of the mean scores of groups that were kept or filtered."""
+    waited_for_oldest: float = 0.0
+    """Seconds in which there were groups enough for a batch, and older ones were waited for."""
+
+
+class AsynchronousSupply:
+    """Groups are sampled beside training, up to k publications ahead, and trained on in the order of the replay rule.
+
+    With ``partial_rollout=False`` weights are published when nothing is under way any more. So the version of a sample is that of
+    its admission, and what is open at the end of a step that publishes is whole, or has not begun: a checkpoint holds it exactly.
     """
 
     def __init__(self, services: Services, state: RunState) -> None:
-        """Go on from ``state.supply``; ``admit`` hands over what it held unfinished."""
-        config, options = services.config, services.config.async_training
-        batch = config.data.train_batch_size
-        self._services, self._state = services, state
-        admission = Admission(batch, options.trigger_parameter_sync_step, options.ahead, services.total_steps * batch)
+        """Go on from ``state.supply``; ``admit`` hands over what it held unfinished.
+
+        Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
+        """
+        options, batch = services.config.async_training, services.config.data.train_batch_size
+        self._services, self._state, self._options = services, state, options
+        admission = Admission(batch, options.trigger_parameter_sync_step, options.staleness, services.total_steps * batch)
         self._now = _resumed(admission, services, state)
+        self._now.admission = self._now.admission.publish(state.step)  # by ``train.start``, before anything is admitted
         oldest = max([options.oldest, *_ages_to_come(self._now.groups.values(), state.step, batch)])
         if oldest > options.oldest:
             say("groups of the checkpoint are trained on first, up to %d steps old, the bound is %d", oldest, options.oldest)
-        self._rule = ReplayRule(options.resolved_order, batch, oldest)
-        self._under_way: dict[int, list[int]] = {}
-        """The engines' numbers of the samples of groups that were submitted and have not come back."""
-        self._arrived = 0
-        """Tokens that came from the engines since the last step was closed."""
+        self._rule = ReplayRule(options.resolved_order, batch, oldest, options.max_off_policy_strategy)
+        self._under_way: dict[int, tuple[int, int]] = {}
+        """By the engines' number of a request: number of its group, place of its sample there."""
+        self._submitted_at: dict[int, float] = {}
+        """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
+        self._since = _StepTotals()
+        self._filtered_since_batch = 0
+        self._alerted = False
 
-    def admit(self, version: int, record: StepRecord) -> None:
-        """Draw as many prompts as the engines' ``version`` of the weights admits, and hand them over to be sampled."""
-        with record.stage("admit"):
-            self._admit(version)
-
-    def _admit(self, version: int) -> None:
+    def admit(self, record: StepRecord) -> None:
+        """Draw as many prompts as the engines' version of the weights admits, and hand them over to be sampled."""
         now = self._now
-        now.admission = now.admission.publish(version)
-        count = now.admission.allowance()
-        for group in self._drawn(now.admission.admitted, count, version):
-            now.groups[group.number] = group
-        now.admission, now.ledger = now.admission.admit(count), now.ledger.admit(count)
-        idle = [group for group in now.groups.values() if not group.is_whole and group.number not in self._under_way]
-        self._submit(idle)
+        with record.stage("admit"):
+            count = now.admission.allowance()
+            for number in range(now.admission.admitted, now.admission.admitted + count):
+                now.groups[number] = self._new_group(number, *self._next_prompt())
+            now.admission, now.ledger = now.admission.admit(count), now.ledger.admit(count)
+            self._submit([group for number, group in now.groups.items() if not (group.is_whole or number in self._submitted_at)])
 
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule allows."""
         step, now = self._state.step + 1, self._now
-        while not (decision := self._decide(step)).numbers:
-            self._finish(decision.awaited, record, self._state.step)
-        groups = [now.groups.pop(number) for number in decision.numbers]
-        now.ledger = now.ledger.end("trained", decision.numbers)
-        samples = with_component_scores(self._services, self._joined(groups), record)
+        self._empty_shared_devices(record)
+        groups = [now.groups.pop(number) for number in self._next_batch(step, record)]
+        now.ledger = now.ledger.end("trained", [group.number for group in groups])
+        samples, baselines = join(self._services, groups)
+        samples = with_component_scores(self._services, samples, record)
         ages = [step - 1 - group.version for group in groups]
         _require_ages(ages, groups, self._rule.oldest)
-        now.trained = (now.trained[0] + samples.num_tokens, now.trained[1] + len(groups))
+        now.trained = now.trained.add(sum(group.num_sampled for group in groups), len(groups))
         record.ledger.sampled(samples.num_tokens, prompts=len(groups))
+        if baselines is not None:
+            record.ledger.sampled(baselines.num_tokens)
+            record.ledger.book({"baseline": baselines.num_tokens})
+            record.add({"critic/reward_baselines/mean": float(baselines.scores.double().mean())})
         record.add({"training/epoch": max(group.epoch for group in groups)})
-        record.add(_age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest))
+        record.add(_age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
         record.add_records(reward_metrics(reward_outputs(samples)))
         describe_sampled(self._services, samples, samples.num_tokens, record)
         return samples
 
     def publish(self, step: int, record: StepRecord) -> float | None:
-        """Let what is under way come to its end, then publish; returns the limit of the canary tokens' gap."""
-        self._finish(sorted(self._under_way), record, step)
-        return weights.publish(self._services, self._state, step, record)
+        """Publish the weights of ``step``, whole responses once all that is under way has ended; returns the limit of the canary
+        tokens' gap."""
+        while self._under_way and not self._options.partial_rollout:
+            self._receive(record, version=step)
+        limit = weights.publish(self._services, self._state, step, record)
+        self._now.admission = self._now.admission.publish(step)
+        return limit
 
-    def close_step(self, record: StepRecord) -> dict[str, Any]:
+    def close_step(self, record: StepRecord) -> SupplyState:
         """Close the books of a step, whose update is done; returns what a checkpoint holds.
 
         Raises ``LedgerError`` when a group or a token is unaccounted for.
         """
-        now = self._now
+        now, since, step = self._now, self._since, self._state.step + 1
+        self._since = _StepTotals()
+        filtered = since.tokens["filtered"]
+        record.ledger.sampled(filtered, prompts=since.groups["filtered"])
+        record.ledger.book({"filtered": filtered})
+        record.ledger.book_prompts({"filtered": since.groups["filtered"]})
+        accounts = {**record.ledger.accounts, "failed": since.tokens["failed"], "stale": since.tokens["stale"]}
         open_tokens = {number: group.num_sampled for number, group in now.groups.items()}
-        now.ledger = now.ledger.close_step(self._arrived, record.ledger.accounts, open_tokens)
-        self._arrived = 0
-        if self._state.step + 1 == self._services.total_steps and now.admission.admitted == now.admission.total:
+        now.ledger = now.ledger.close_step(since.arrived, accounts, open_tokens)
+        if step == self._services.total_steps and now.admission.admitted == now.admission.replaced + (now.admission.total or 0):
             now.ledger.close_run()
         record.waits_in = "gen"
-        record.add(self._progress_metrics())
-        state = {"admission": now.admission.state(), "ledger": now.ledger.state(), "trained": list(now.trained)}
-        return {**state, "groups": pack(list(now.groups.values()))}
+        record.add({**self._open_metrics(), **_decided_metrics(since)})
+        if self._services.config.algorithm.filter_groups.enable:
+            record.add(_filter_metrics(since, self._services.config.actor_rollout_ref.rollout.n))
+        self._check_lengths(step)
+        return SupplyState(
+            now.admission.state(),
+            now.ledger.state(),
+            now.trained,
+            now.dropped,
+            now.failed,
+            tuple((epoch, row.row_index) for epoch, row in now.drawn),
+            pack(list(now.groups.values())),
+        )
 
-    def _progress_metrics(self) -> dict[str, float]:
-        now = self._now
-        whole = [group.num_sampled for group in now.groups.values() if group.is_whole]
-        tokens, groups = now.trained
-        return {
-            "async/in_flight_groups": float(len(now.groups) - len(whole)),
-            "async/whole_waiting_groups": float(len(whole)),
-            "async/length_ratio": (tokens / groups) / ((tokens + sum(whole)) / (groups + len(whole))),
-        }
+    # groups on their way to the engines
 
-    def _decide(self, step: int) -> NextBatch:
-        groups = self._now.groups.values()
-        decision = next_batch([OpenGroup(one.number, one.version, one.fate == "kept") for one in groups], step, self._rule)
-        if not decision.numbers and not decision.awaited:
-            raise RuntimeError(
-                f"step {step} needs {self._rule.batch} groups, but only {len(groups)} are admitted, and all of them have ended."
-            )
-        return decision
-
-    def _drawn(self, first: int, count: int, version: int) -> list[Group]:
-        """The next ``count`` prompts as groups, numbered from ``first`` on."""
-        groups: list[Group] = []
-        while len(groups) < count:
+    def _next_prompt(self) -> tuple[int, PromptRow]:
+        if not self._now.drawn:
             epoch, rows = self._services.prompts.draw()
-            for row in rows:
-                number = first + len(groups)
-                samples = [
-                    Sample(number, index, row.prompt_token_ids)
-                    for index in range(self._services.config.actor_rollout_ref.rollout.n)
-                ]
-                groups.append(Group(number, row, epoch, number // self._rule.batch + 1, version, samples))
-        return groups
+            self._now.drawn.extend((epoch, row) for row in rows)
+        return self._now.drawn.popleft()
+
+    def _new_group(self, number: int, epoch: int, row: PromptRow, attempt: int = 0) -> Group:
+        config, version = self._services.config, self._now.admission.published
+        greedy = config.algorithm.estimator_reads("reward_baselines")
+        count = config.actor_rollout_ref.rollout.n + greedy
+        samples = [Sample(number, index, row.prompt_token_ids) for index in range(count)]
+        return Group(number, row, epoch, number // self._rule.batch + 1, version, samples, attempt=attempt)
 
     def _submit(self, groups: Sequence[Group]) -> None:
+        rollout, services = self._services.config.actor_rollout_ref.rollout, self._services
+        options = SamplingOptions.for_training(rollout, services.stop_token_ids)
+        missing = [(group, one) for group in groups for one in group.samples if one.state != "ended"]
+        sampled = [(group, one) for group, one in missing if one.index < rollout.n]
+        seeds = [
+            sample_seed(services, group.admitted_for_step, group.epoch, group.row, one.index, group.attempt)
+            for group, one in sampled
+        ]
+        greedy = [(group, one) for group, one in missing if one.index >= rollout.n]
+        self._request(sampled, seeds, options)
+        self._request(greedy, [0] * len(greedy), replace(options, temperature=0.0))
+        self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
+
+    def _request(self, samples: Sequence[tuple[Group, Sample]], seeds: Sequence[int], options: SamplingOptions) -> None:
+        if not samples:
+            return
+        requests = [
+            GenerationRequest(group.row.prompt_token_ids, seed) for (group, _), seed in zip(samples, seeds, strict=True)
+        ]
+        numbers = self._services.engines.submit(requests, options)
+        places = [(group.number, one.index) for group, one in samples]
+        self._under_way |= dict(zip(numbers, places, strict=True))
+
+    # groups on their way back
+
+    def _next_batch(self, step: int, record: StepRecord) -> tuple[int, ...]:
+        """The numbers of the groups that ``step`` trains on, waited for."""
+        while True:
+            open_groups = [OpenGroup(one.number, one.version, one.fate == "kept") for one in self._now.groups.values()]
+            decision = next_batch(open_groups, step, self._rule)
+            if decision.dropped:
+                self._leave([self._now.groups[number] for number in decision.dropped], "stale")
+                self.admit(record)
+            if decision.numbers:
+                self._filtered_since_batch = 0
+                return decision.numbers
+            self._require_more(step)
+            is_enough, began = self._now.num_kept >= self._rule.batch, time.perf_counter()
+            self._receive(record, version=self._state.step)
+            self._since.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
+
+    def _require_more(self, step: int) -> None:
+        """Raise unless something can come that makes a batch for ``step``."""
+        options, batch, found = self._services.config.algorithm.filter_groups, self._rule.batch, self._now.num_kept
+        draw, sampled = self._services.config.data.prompts_per_draw, self._filtered_since_batch + found
+        if 0 < options.max_num_gen_batches * draw <= sampled and found < batch:
+            raise ValueError(
+                f"step {step} needs data.train_batch_size={batch} prompts whose samples differ in {options.metric}, but "
+                f"algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches} batches of {draw} prompts gave "
+                f"{found}. The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
+            )
+        if not self._under_way:
+            raise RuntimeError(
+                f"step {step} needs {batch} groups, but only {len(self._now.groups)} are admitted, and all of them have ended."
+            )
+
+    def _empty_shared_devices(self, record: StepRecord) -> None:
+        """Engines that share the trainer's devices end what they have and sleep before a step is trained."""
+        if not (self._services.config.actor_rollout_ref.hybrid_engine and self._under_way):
+            return
+        while self._under_way:
+            self._receive(record, version=self._state.step)
+        with record.stage("gen"), suppress(EnginesLostError):  # the samples are here; the next weight update replaces it
+            self._services.engines.sleep()
+
+    def _receive(self, record: StepRecord, version: int) -> None:
+        """Wait a moment for samples, decide the groups that are whole, and replace those that will not be trained on.
+
+        Engines that are lost get the trainer's weights as ``version``.
+        """
+        with record.stage("gen"):
+            began = time.perf_counter()
+            ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
+            groups = self._file([number for number in ended if number in self._under_way])
+            record.add_busy("gen", time.perf_counter() - began)
+        if whole := [group for group in groups if group.is_whole]:
+            self._decide(whole, record)
+        self._fail_late_groups()
+        if self._now.admission.allowance():
+            self.admit(record)
+
+    def _file(self, numbers: Sequence[int]) -> list[Group]:
+        """Put what these requests gave into their samples; returns the groups of these."""
+        if not numbers:
+            return []
+        given = self._services.engines.take(numbers)
+        self._since.arrived += sampled_tokens(given)
+        touched: dict[int, Group] = {}
+        for row, number in enumerate(numbers):
+            of_group, place = self._under_way.pop(number)
+            group = touched[of_group] = self._now.groups[of_group]
+            end_sample(group.samples[place], given, row, one_version=not self._options.partial_rollout)
+        return list(touched.values())
+
+    def _decide(self, groups: Sequence[Group], record: StepRecord) -> None:
+        now, filtered, since = self._now, list[Group](), self._since
+        with record.stage("reward"):
+            decided = decide(self._services, groups)
+        for group, found in zip(groups, decided, strict=True):
+            self._submitted_at.pop(group.number)
+            if isinstance(found, RewardError):
+                self._fail(group, str(found))
+                continue
+            assert found.scores is not None
+            since.score += float(found.scores.values[: self._services.config.actor_rollout_ref.rollout.n].double().mean())
+            now.groups[group.number] = found
+            if found.fate == "filtered":
+                filtered.append(found)
+            else:
+                now.admission = now.admission.keep([group.number])
+                since.groups["kept"] += 1
+        self._filtered_since_batch += len(filtered)
+        self._leave(filtered, "filtered")
+
+    def _leave(self, groups: Sequence[Group], fate: Literal["filtered", "failed", "stale"]) -> None:
+        """These will not be trained on; each frees a place."""
         if not groups:
             return
-        options = SamplingOptions.for_training(self._services.config.actor_rollout_ref.rollout, self._services.stop_token_ids)
-        requests = [
-            GenerationRequest(
-                group.row.prompt_token_ids,
-                sample_seed(self._services, group.admitted_for_step, group.epoch, group.row, one.index),
-            )
-            for group in groups
-            for one in group.samples
-        ]
-        numbers = iter(self._services.engines.submit(requests, options))
-        for group in groups:
-            self._under_way[group.number] = [next(numbers) for _ in group.samples]
+        now, numbers, tokens = self._now, [group.number for group in groups], sum(group.num_sampled for group in groups)
+        now.ledger = now.ledger.end(fate, numbers)
+        if fate == "stale":
+            now.admission, now.dropped = now.admission.drop(numbers), now.dropped.add(tokens, len(groups))
+        else:
+            now.admission = now.admission.free(numbers)
+        self._since.tokens[fate] += tokens
+        self._since.groups[fate] += len(groups)
+        for number in numbers:
+            self._cancel(number)
+            del now.groups[number]
 
-    def _finish(self, numbers: Sequence[int], record: StepRecord, version: int) -> None:
-        """Wait until these groups are whole, and have them scored; engines that are lost get the weights as ``version``."""
-        if not numbers:
+    def _fail_late_groups(self) -> None:
+        limit = self._options.group_timeout_seconds
+        if limit is None:
             return
-        groups = [self._now.groups[number] for number in numbers]
-        requested = [place for number in numbers for place in self._under_way.pop(number)]
-        with record.stage("gen"):
-            answer = weights.finish(self._services, self._state, requested, version, record)
-        record.add_busy("gen", answer.busy_seconds)
-        self._arrived += sampled_tokens(answer.result)
-        rows = [sample for group in groups for sample in group.samples]
-        for row, sample in enumerate(rows):
-            _end(sample, answer.result, row)
-        apart = StepRecord()  # reward/* of a step tell of its batch, not of what arrived meanwhile
-        with record.stage("reward"):
-            scored = score_with_penalty(self._services, [group.row for group in groups], self._rollouts(groups), apart)
-        for place, group in enumerate(groups):
-            self._now.groups[group.number] = group.scored(_scores(scored, place, len(group.samples)), "kept")
-        self._now.admission = self._now.admission.keep(numbers)
+        late = [number for number, began in self._submitted_at.items() if time.monotonic() - began > limit]
+        for number in late:
+            self._fail(
+                self._now.groups[number],
+                f"group {number} must end within async_training.group_timeout_seconds={limit:g}, but it did not.",
+            )
 
-    def _rollouts(self, groups: Sequence[Group]) -> RolloutBatch:
-        samples = [sample for group in groups for sample in group.samples]
-        group_ids = [place for place, group in enumerate(groups) for _ in group.samples]
-        prompts = [list(sample.prompt) for sample in samples]
-        given = completions(samples, width=self._services.config.data.max_response_length)
-        return build_rollout_batch(prompts, group_ids, given, self._services.tokenizer.pad_token_id)
+    def _fail(self, group: Group, error: str) -> None:
+        """Sample a group once more, under its number and with other seeds; one that fails again is replaced."""
+        now = self._now
+        if group.attempt == 0:
+            say("group %d failed and is sampled once more: %s", group.number, error)
+            self._cancel(group.number)
+            self._since.tokens["failed"] += group.num_sampled
+            again = now.groups[group.number] = self._new_group(group.number, group.epoch, group.row, attempt=1)
+            self._submit([again])
+            return
+        say("group %d failed again and is replaced: %s", group.number, error)
+        num_decided = len(now.admission.decided)
+        self._leave([group], "failed")
+        now.failed = now.failed.with_failure(num_decided, error)
 
-    def _joined(self, groups: Sequence[Group]) -> Samples:
-        rollouts = self._rollouts(groups)
-        return joined_samples(groups, rollouts, decode(self._services, rollouts))
+    def _cancel(self, number: int) -> None:
+        """Take back what is under way of a group."""
+        requests = [request for request, (of_group, _) in self._under_way.items() if of_group == number]
+        for request in requests:
+            del self._under_way[request]
+        self._submitted_at.pop(number, None)
+        if requests:
+            self._services.engines.cancel(requests)
+
+    # what a step reports
+
+    def _length_ratio(self) -> float:
+        now = self._now
+        waiting = [group.num_sampled for group in now.groups.values() if group.is_whole]
+        sampled = LengthTotals(now.trained.tokens + now.dropped.tokens, now.trained.groups + now.dropped.groups)
+        sampled = sampled.add(sum(waiting), len(waiting))
+        return (now.trained.tokens / now.trained.groups) / (sampled.tokens / sampled.groups)
+
+    def _open_metrics(self) -> dict[str, float]:
+        whole = sum(group.is_whole for group in self._now.groups.values())
+        return {
+            "async/in_flight_groups": float(len(self._now.groups) - whole),
+            "async/whole_waiting_groups": float(whole),
+            "async/length_ratio": self._length_ratio(),
+        }
+
+    def _check_lengths(self, step: int) -> None:
+        """Alert once when what is trained on is longer or shorter than what is sampled."""
+        ratio = self._length_ratio()
+        if self._alerted or step < _LENGTH_RATIO_STEPS or abs(ratio - 1) <= _LENGTH_RATIO_ERROR:
+            return
+        self._alerted = True
+        self._services.tracker.alert(
+            "lengths trained on are not those sampled",
+            f"async/length_ratio must be within {_LENGTH_RATIO_ERROR:.0%} of 1 after {_LENGTH_RATIO_STEPS} steps, it is "
+            f"{ratio:.3f}: groups are left out by their length. async_training.max_off_policy_strategy=wait trains on all of "
+            "them.",
+            step,
+        )
 
 
 def _resumed(admission: Admission, services: Services, state: RunState) -> _Progress:
-    """Where the checkpoint's supply stood; what a synchronous run has trained counts as admitted and trained."""
-    if state.supply:
-        groups = unpack(state.supply["groups"], services.prompts.row)
-        ledger = RunningLedger.from_state(state.supply["ledger"])
-        tokens, count = state.supply["trained"]
-        admission = admission.resumed(state.supply["admission"])
-        return _Progress(admission, ledger, {group.number: group for group in groups}, (tokens, count))
-    done = NumberRanges.from_numbers(range(state.step * admission.batch))
-    counts = {"published": state.step, "admitted": len(done), "replaced": 0, "decided": done.plain()}
-    ledger = RunningLedger.from_state({"admitted": len(done), "ended": {"trained": done.plain()}, "balance": 0})
-    return _Progress(admission.resumed(counts), ledger)
+    """Where the checkpoint's supply stood; what a synchronous run has trained counts as admitted and trained.
+
+    Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
+    """
+    saved = state.supply
+    if saved is None:
+        done = NumberRanges.from_numbers(range(state.step * admission.batch))
+        before = AdmissionState(state.step, len(done), 0, done.plain())
+        ledger = RunningLedger.from_state(LedgerState(len(done), {"trained": done.plain()}, 0))
+        return _Progress(admission.resumed(before), ledger)
+    try:
+        groups = {group.number: group for group in unpack(saved.groups, services.prompts.row)}
+        drawn = deque((epoch, services.prompts.row(index)) for epoch, index in saved.drawn)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    ledger = RunningLedger.from_state(saved.ledger)
+    return _Progress(admission.resumed(saved.admission), ledger, saved.trained, saved.dropped, saved.failed, drawn, groups)
 
 
 def _ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]:
@@ -253,34 +448,35 @@ def _ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int
     return [trained + place // batch - group.version for place, group in enumerate(groups)]
 
 
-def _end(sample: Sample, given: Completions, row: int) -> None:
-    """Put a row of what the engines returned into its sample. Raises ``RuntimeError`` unless one known version sampled it."""
-    length = int(given.response_lengths[row])
-    versions = sorted(set(given.policy_versions[row, :length].tolist()))
-    if len(versions) != 1 or versions[0] < 0:
-        raise RuntimeError(
-            f"every response must come from one version of the weights, but sample {sample.index} of group {sample.number} has "
-            f"tokens of {versions} (-1: none is known): an engine took an update under a running response."
-        )
-    tokens = given.responses[row, :length].to(torch.int32)
-    sample.turns = [Part(tokens, given.rollout_log_probs[row, :length].clone(), versions[0])]
-    sample.state, sample.finished = "ended", bool(given.finished[row])
+def _decided_metrics(since: _StepTotals) -> dict[str, float]:
+    return {
+        "async/failed_groups": float(since.groups["failed"]),
+        "async/dropped_tokens": float(since.tokens["stale"]),
+        "async/wait_for_oldest_s": since.waited_for_oldest,
+    }
 
 
-def _scores(scored: Samples, place: int, count: int) -> GroupScores:
-    rows = slice(place * count, (place + 1) * count)
-    extras: Mapping[str, list[object]] = {name: column[rows] for name, column in scored.extras.items()}
-    before = None if scored.unpenalised is None else scored.unpenalised[rows].clone()
-    return GroupScores(scored.scores[rows].clone(), dict(extras), before)
+def _filter_metrics(since: _StepTotals, samples: int) -> dict[str, float]:
+    """Of the groups that were decided in the step, whichever step trains on them."""
+    kept, filtered = since.groups["kept"], since.groups["filtered"]
+    metrics = {"training/filter_groups/evicted_samples": float(filtered * samples)}
+    if kept + filtered:
+        metrics["training/filter_groups/informative_ratio"] = kept / (kept + filtered)
+        metrics["training/filter_groups/sampled_score_mean"] = since.score / (kept + filtered)
+    return metrics
 
 
-def _age_metrics(rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int) -> dict[str, float]:
-    """Ages of the groups and of their tokens; the trainer's weights are version ``current``."""
+def _age_metrics(
+    rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int, limit: int | None
+) -> dict[str, float]:
+    """Ages of the groups and of their tokens, with the share above ``limit``; the trainer's weights are version ``current``."""
     token_ages = current - rollouts.policy_versions[rollouts.response_mask].double()
+    too_old = {} if limit is None else {"async/too_old_fraction": float((token_ages > limit).double().mean())}
     return {
         "async/group_age/max": float(max(ages)),
         "async/group_age/bound": float(bound),
         "async/token_age/mean": float(token_ages.mean()),
+        **too_old,
     }
 
 

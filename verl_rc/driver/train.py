@@ -30,14 +30,14 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 
 def train(services: Services, state: RunState) -> None:
     """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its left."""
-    trainer, algorithm = services.config.trainer, services.config.algorithm
+    trainer, algorithm, asynchrony = services.config.trainer, services.config.algorithm, services.config.async_training
     supply, pace = open_supply(services, state), Pace()
     first = last = start(services, state)
     if trainer.val_only:
         return
     if state.step >= services.total_steps:
         say("all %d steps are done: raise trainer.total_training_steps to go on", services.total_steps)
-    supply.admit(state.step, StepRecord())
+    supply.admit(StepRecord())
     while state.step < services.total_steps:
         step, record = state.step + 1, StepRecord()
         samples = supply.take(record)
@@ -45,7 +45,7 @@ def train(services: Services, state: RunState) -> None:
         state.rollout_gap_limit = stages.judge_proximal_gap(services, state, samples.rollouts, evaluations, record)
         control = Control.from_config(algorithm, state.control)
         with record.stage("adv"):
-            scored = build_train_batch(samples, evaluations, algorithm, control, state.step)
+            scored = build_train_batch(samples, evaluations, algorithm, control, state.step, asynchrony)
         stages.describe_batch(services, samples, evaluations, scored, control, record)
         state.control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).state
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
@@ -53,10 +53,11 @@ def train(services: Services, state: RunState) -> None:
             update(services, state, scored.batch, evaluations, record)
         else:
             guards.book_withheld(scored.batch, record)
-        state.canary_gap_limit = supply.publish(step, record)
+        if services.is_due(asynchrony.trigger_parameter_sync_step, step):
+            state.canary_gap_limit = supply.publish(step, record)
         if services.is_due(trainer.test_freq, step):
             last = validate(services, state, record, step)
-        supply.admit(step, record)
+        supply.admit(record)
         stages.dump_rollouts(services, samples, step, record)
         state.health = stages.judge_health(services, state.health, record, step)
         state.step, state.prompts, state.supply = step, services.prompts.state_dict(), supply.close_step(record)

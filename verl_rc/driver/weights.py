@@ -38,16 +38,21 @@ def replace_engines(services: Services, lost: EnginesLostError, record: StepReco
 def publish(services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool = False) -> float | None:
     """Send the current weights to every engine as ``version`` and prove that they arrived; engines that are lost are replaced.
 
-    Canary tokens are generated ``with_canary`` and for every ``sync_proof.canary_freq``-th version; returns the limit of their
-    gap, which the first ones calibrate.
+    Canary tokens are generated ``with_canary`` and for every ``sync_proof.canary_freq``-th publication; returns the limit of
+    their gap, which the first ones calibrate.
     """
-    canary_freq = services.config.actor_rollout_ref.rollout.sync_proof.canary_freq
     try:
-        limit = _deliver(services, state, version, record, with_canary or (canary_freq > 0 and version % canary_freq == 0))
+        limit = _deliver(services, state, version, record, with_canary or _canary_is_due(services, version))
     except EnginesLostError as lost:
         limit = _replace_and_deliver(services, state, version, record, lost)
     record.add({"sync/bytes": float(services.manifest.num_bytes), "sync/tensors": float(len(services.manifest.tensors))})
     return limit
+
+
+def _canary_is_due(services: Services, version: int) -> bool:
+    frequency = services.config.actor_rollout_ref.rollout.sync_proof.canary_freq
+    publication = -(-version // services.config.async_training.trigger_parameter_sync_step)
+    return frequency > 0 and publication % frequency == 0
 
 
 def generate(
@@ -72,15 +77,13 @@ def generate(
     return services.agent_loop.generate(requests, options, on_engines)
 
 
-def finish(
-    services: Services, state: RunState, numbers: Sequence[int], version: int, record: StepRecord
-) -> Timed[Completions]:
-    """The completions of submitted requests, in the order of their ``numbers``, once all have ended.
+def collect(services: Services, state: RunState, wait_seconds: float, version: int, record: StepRecord) -> list[int]:
+    """The numbers of submitted requests that have ended and can be taken; every busy engine is waited for ``wait_seconds``.
 
     Engines that are lost meanwhile are replaced; all get the trainer's weights then, as ``version``, and the new ones what the
     old ones owed.
     """
-    return services.engines.finish(numbers, _replacing(services, state, version, record))
+    return services.engines.collect(wait_seconds, _replacing(services, state, version, record))
 
 
 def _replacing(services: Services, state: RunState, version: int, record: StepRecord) -> OnLoss:

@@ -7,16 +7,25 @@ engines do, a group that is trained in the order of admission is then at most âŒ
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
 
-from verl_rc.ppo.number_ranges import NumberRanges
+from verl_rc.ppo.number_ranges import NumberRanges, PlainRanges
 
 
 class AdmissionError(RuntimeError):
     """A group was admitted beyond the bound, or decided twice, or never admitted."""
+
+
+@dataclass(frozen=True)
+class AdmissionState:
+    """Where a run is, for a checkpoint: absolute numbers. The rule itself follows the configuration."""
+
+    published: int
+    admitted: int
+    replaced: int
+    decided: PlainRanges
 
 
 @dataclass(frozen=True)
@@ -98,24 +107,22 @@ class Admission:
         undecided = self._decide(NumberRanges.from_numbers(number for number in given if number not in self.decided))
         return replace(undecided, replaced=self.replaced + len(given))
 
-    def state(self) -> dict[str, Any]:
-        """Absolute numbers, for a checkpoint; the rule itself follows the configuration."""
-        counts = {"published": self.published, "admitted": self.admitted, "replaced": self.replaced}
-        return {**counts, "decided": self.decided.plain()}
+    def state(self) -> AdmissionState:
+        """For a checkpoint."""
+        return AdmissionState(self.published, self.admitted, self.replaced, self.decided.plain())
 
-    def resumed(self, state: Mapping[str, Any]) -> "Admission":
+    def resumed(self, state: AdmissionState) -> "Admission":
         """This rule at the place where ``state`` was taken; k and M may have been others there.
 
         Raises ``ValueError`` when the state's numbers contradict each other.
         """
-        decided = NumberRanges.from_plain(state["decided"])
-        published, num_admitted, num_replaced = (int(state[name]) for name in ("published", "admitted", "replaced"))
-        if len(decided) + len(decided.missing_below(num_admitted)) != num_admitted or num_replaced > len(decided):
+        decided, admitted = NumberRanges.from_plain(state.decided), state.admitted
+        if len(decided) + len(decided.missing_below(admitted)) != admitted or state.replaced > len(decided):
             raise ValueError(
-                f"decided numbers must be below the {num_admitted} admitted ones and replaced ones among them, got "
-                f"{decided.plain()[-5:]} and {num_replaced} replaced."
+                f"decided numbers must be below the {admitted} admitted ones and replaced ones among them, got "
+                f"{decided.plain()[-5:]} and {state.replaced} replaced."
             )
-        return replace(self, published=published, admitted=num_admitted, replaced=num_replaced, decided=decided)
+        return replace(self, published=state.published, admitted=admitted, replaced=state.replaced, decided=decided)
 
     def _decide(self, given: NumberRanges) -> "Admission":
         wrong = [number for number in given if number >= self.admitted or number in self.decided]

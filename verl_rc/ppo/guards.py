@@ -52,6 +52,35 @@ def count_nonfinite_updates(in_a_row: int, role: str, grad_norms: Iterable[float
     return in_a_row
 
 
+class TooManyFailedGroupsError(RuntimeError):
+    """More groups failed than a run may lose."""
+
+
+_JUDGED_GROUPS = 100
+_FAILED_GROUPS = 1
+
+
+@dataclass(frozen=True)
+class FailedGroups:
+    """Groups that failed in every attempt, among the last ones. Immutable: ``with_failure`` returns the next record."""
+
+    at: tuple[int, ...] = ()
+    """For each of them, the number of groups that had been decided before it; the last 100 count."""
+    first_error: str | None = None
+    """Why the first group of the run failed; None: none did."""
+
+    def with_failure(self, num_decided: int, error: str) -> "FailedGroups":
+        """With another one, after ``num_decided`` groups. Raises ``TooManyFailedGroupsError`` above 1 % of the last 100."""
+        recent = tuple(place for place in self.at if place > num_decided - _JUDGED_GROUPS)
+        found = FailedGroups((*recent, num_decided), self.first_error or error)
+        if len(found.at) > _FAILED_GROUPS:
+            raise TooManyFailedGroupsError(
+                f"at most {_FAILED_GROUPS} % of the last {_JUDGED_GROUPS} groups may fail in every attempt, but {len(found.at)} "
+                f"did; the first error of the run: {found.first_error} Correct its cause and start the same command again."
+            )
+        return found
+
+
 _STANDARD_ERRORS = 4.0
 """A fall of fewer standard errors of the mean may be chance."""
 

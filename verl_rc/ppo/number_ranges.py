@@ -4,6 +4,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+PlainRanges = tuple[tuple[int, int], ...]
+"""Ranges [first, end) of numbers as a checkpoint holds them."""
+
 
 @dataclass(frozen=True)
 class NumberRanges:
@@ -32,9 +35,9 @@ class NumberRanges:
             raise ValueError(f"ranges must be ascending pairs [first, end) of numbers >= 0, apart, got {list(plain)[:5]}.")
         return cls(tuple(zip(ends[::2], ends[1::2], strict=True)))
 
-    def plain(self) -> list[list[int]]:
-        """For JSON."""
-        return [list(pair) for pair in self.ranges]
+    def plain(self) -> PlainRanges:
+        """For a checkpoint."""
+        return self.ranges
 
     def __contains__(self, number: int) -> bool:
         place = bisect_right(self.ranges, number, key=_end)

@@ -10,10 +10,9 @@ in tokens, where the closing balance is counted among the open groups, never inf
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from verl_rc.ppo.ledger import TOKEN_ACCOUNTS, LedgerError
-from verl_rc.ppo.number_ranges import NumberRanges
+from verl_rc.ppo.number_ranges import NumberRanges, PlainRanges
 
 FATES = {
     "trained": "that a step took into its batch",
@@ -24,10 +23,19 @@ FATES = {
 """Every way in which a group ends."""
 RUN_TOKEN_ACCOUNTS = {
     **TOKEN_ACCOUNTS,
-    "failed": "of groups that failed",
+    "failed": "of attempts that failed, of groups that were sampled once more or replaced",
     "stale": "of groups that were dropped for their age",
 }
 """Every account of tokens of an asynchronous run: those of a step, and those of groups that leave a run between two."""
+
+
+@dataclass(frozen=True)
+class LedgerState:
+    """The running ledger for a checkpoint."""
+
+    admitted: int
+    ended: dict[str, PlainRanges]
+    balance: int
 
 
 @dataclass(frozen=True)
@@ -96,16 +104,15 @@ class RunningLedger:
                 f"{list(self.in_flight)[:5]}."
             )
 
-    def state(self) -> dict[str, Any]:
-        """Plain data for a checkpoint."""
-        ended = {fate: numbers.plain() for fate, numbers in self.ended.items()}
-        return {"admitted": self.admitted, "ended": ended, "balance": self.balance}
+    def state(self) -> LedgerState:
+        """For a checkpoint."""
+        return LedgerState(self.admitted, {fate: numbers.plain() for fate, numbers in self.ended.items()}, self.balance)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "RunningLedger":
+    def from_state(cls, state: LedgerState) -> "RunningLedger":
         """What ``state`` gave. Raises ``LedgerError`` when a number has two fates, or one that does not exist."""
-        admitted = int(state["admitted"])
-        ended = {str(fate): NumberRanges.from_plain(plain) for fate, plain in state["ended"].items()}
+        admitted = state.admitted
+        ended = {fate: NumberRanges.from_plain(plain) for fate, plain in state.ended.items()}
         numbers_ended = NumberRanges.from_numbers(number for numbers in ended.values() for number in numbers)
         in_flight = numbers_ended.missing_below(admitted)
         if set(ended) - set(FATES) or len(in_flight) + sum(map(len, ended.values())) != admitted:
@@ -113,4 +120,4 @@ class RunningLedger:
                 f"every number below {admitted} must have at most one of the fates {', '.join(FATES)}, got the counts "
                 f"{ {fate: len(numbers) for fate, numbers in ended.items()} } with {len(in_flight)} in flight."
             )
-        return cls(admitted, in_flight, ended, int(state["balance"]))
+        return cls(admitted, in_flight, ended, state.balance)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from verl_rc.advantage import apply_kl_in_reward, compute_advantages
 from verl_rc.config.algorithm import AlgorithmConfig
+from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionResult, CorrectionStatistics, compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, TrainBatch
@@ -25,6 +26,8 @@ class ScoredStep:
     """Of proximal against rollout policy; None in bypass mode, where the actor corrects."""
     rewards: Tensor
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
+    keep_mask: Tensor | None
+    """bool ``[B, R]``: what rollout correction and the limit of ages keep; None: every response token."""
     reward_kl: float | None
     """Divergence from the reference policy that was penalised, mean over rows of their token mean, nats; None: no penalty."""
 
@@ -35,14 +38,20 @@ class ScoredStep:
 
 
 def build_train_batch(
-    samples: Samples, evaluations: PolicyEvaluations, algorithm: AlgorithmConfig, control: Control, current_version: int
+    samples: Samples,
+    evaluations: PolicyEvaluations,
+    algorithm: AlgorithmConfig,
+    control: Control,
+    current_version: int,
+    asynchrony: AsyncTrainingConfig | None = None,
 ) -> ScoredStep:
     """KL penalty, then rollout correction (decoupled: proximal against rollout policy), then advantages.
 
     ``control`` holds the weight and the threshold in force. ``current_version`` is that of the proximal policy, the training
     steps done: ages of tokens count from it, even where no token of the batch is that new. Correction decides weights and
     ``loss_mask`` only; rewards, advantages and their statistics use ``response_mask``, so a reward on a rejected token is never
-    lost. In bypass mode nothing is corrected here: ``loss_mask`` is ``response_mask``.
+    lost. In bypass mode nothing is corrected here: ``loss_mask`` is ``response_mask``. With ``asynchrony`` correction is measured
+    by age of tokens, and tokens older than ``max_token_age`` leave the loss too.
     """
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
@@ -79,6 +88,7 @@ def build_train_batch(
             policy_versions=rollouts.policy_versions,
             scores=scores,
             current_version=current_version,
+            by_age=asynchrony is not None and not asynchrony.is_synchronous,
         )
 
     correction: CorrectionResult | None = None
@@ -88,10 +98,14 @@ def build_train_batch(
     else:
         advantages, returns = estimate_advantages(None)
         correction = None if config.bypass_mode else corrected(advantages)
+    keep_mask = None if correction is None else correction.keep_mask
+    if asynchrony is not None and asynchrony.max_token_age is not None:
+        young = current_version - rollouts.policy_versions <= asynchrony.max_token_age
+        keep_mask = young if keep_mask is None else keep_mask & young
     batch = TrainBatch(
         tokens=rollouts.tokens,
         response_mask=rollouts.response_mask,
-        loss_mask=rollouts.response_mask if correction is None else rollouts.response_mask & correction.keep_mask,
+        loss_mask=rollouts.response_mask if keep_mask is None else rollouts.response_mask & keep_mask,
         old_log_probs=evaluations.old_log_probs,
         rollout_log_probs=rollouts.rollout_log_probs,
         advantages=advantages,
@@ -102,7 +116,7 @@ def build_train_batch(
         policy_versions=rollouts.policy_versions if config.bypass_mode else None,
         batch_size=rollouts.batch_size,
     )
-    return ScoredStep(batch, correction, rewards, reward_kl)
+    return ScoredStep(batch, correction, rewards, keep_mask, reward_kl)
 
 
 def _weights_for_baseline(

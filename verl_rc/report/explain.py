@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl_rc.config.algorithms import AGGREGATIONS
+from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
+from verl_rc.ppo.step_time import MeasuredStep
 from verl_rc.report.plan import Phase, Plan, PolicyPlan, UpdateArithmetic, plan_of
 
 PLAN_FILE = "plan.txt"
@@ -37,8 +39,11 @@ def add_to_plan(folder: Path, title: str, line: str) -> None:
         plan.write(f"\n{title}\n  {line}\n")
 
 
-def plan_text(config: RunConfig) -> str:
-    """The plan of a valid configuration as text. Reads no file, starts no process."""
+def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
+    """The plan of a valid configuration as text, with the step predicted from what was ``measured``.
+
+    Reads no file, starts no process.
+    """
     plan = plan_of(config)
     sections = {
         "Objective (minimised, once per mini-batch)": _objective(config, plan),
@@ -46,7 +51,7 @@ def plan_text(config: RunConfig) -> str:
         "Advantages": _advantages(config, plan),
         "Critic": _critic(config, plan),
         "A step": _step(plan),
-        "Generation ahead of training": _ahead(config),
+        "Generation ahead of training": _ahead(config, measured),
         "Batch": _batch(plan),
         "Set, and without effect here": _without_effect(plan, is_changed=True),
         "At their defaults, and without effect here": _without_effect(plan, is_changed=False),
@@ -238,22 +243,63 @@ def _work(phase: Phase) -> str:
     return f"forward, {phase.forward_rows} rows" if phase.forward_rows else ""
 
 
-def _ahead(config: RunConfig) -> Iterator[str]:
-    options, rollout = config.async_training, config.actor_rollout_ref.rollout
+def _ahead(config: RunConfig, measured: MeasuredStep | None) -> Iterator[str]:
+    options = config.async_training
     if options.is_synchronous:
         return
-    batch, steps = config.data.train_batch_size, options.oldest
-    every = rollout.sync_proof.canary_freq
-    rows = [
-        ("ages", f"a response has one version of the weights and is 0 to {steps} step(s) old when it is trained on, never older"),
-        ("in memory", f"at most {options.groups_in_memory(batch)} prompts, {rollout.n} samples each, are sampled or wait"),
-        ("publishing", "engines finish what they have, then take the weights: a step takes as long as the slower of both sides"),
-        ("proof", "old tokens prove nothing about the engines' weights: the gap of canary tokens alone is limited, "
-         + (f"every {every} steps and at the start" if every > 0 else "at the start")),
-    ]  # fmt: skip
-    if options.ahead > 1:
-        rows.append(("", f"{steps} steps ahead wait for the same end of sampling as 1: tokens get older, steps no shorter"))
-    yield from _table(rows)
+    yield from _table(_rule_of_ages(config))
+    yield from _table(_publications(config))
+    if measured is not None:
+        yield from _table([("predicted", sentence) for sentence in measured.prediction(options)])
+
+
+def _rule_of_ages(config: RunConfig) -> Iterator[Row]:
+    options, rollout, oldest = config.async_training, config.actor_rollout_ref.rollout, config.async_training.oldest
+    versions = "may have several versions" if options.partial_rollout else "has one version"
+    yield "ages", f"a response {versions} of the weights and is 0 to {oldest} step(s) old when it is trained on, never older"
+    if options.resolved_order == "admitted":
+        order = "in which prompts were admitted: a step waits for its last one"
+    elif options.keeps_ages:
+        order = "of completion, the oldest version first"
+    elif options.max_off_policy_strategy == "drop":
+        order = f"of completion, the oldest version first; what would be older than {oldest} step(s) is dropped and replaced"
+    else:
+        order = f"of completion, the oldest version first; the trainer waits for what would be older than {oldest} step(s)"
+    yield "order", f"that {order}"
+    count = options.groups_in_memory(config.data.train_batch_size)
+    greedy = " and a greedy one" if config.algorithm.estimator_reads("reward_baselines") else ""
+    yield "in memory", f"at most {count} prompts, {rollout.n} samples{greedy} each, are sampled or wait"
+    if options.max_token_age is not None:
+        yield "token age", f"tokens older than {options.max_token_age} step(s) leave the loss; the baseline keeps their samples"
+    late = options.group_timeout_seconds
+    if late is not None:
+        yield "time limit", f"a prompt whose samples take longer than {late:g} s is sampled once more, then replaced"
+
+
+def _publications(config: RunConfig) -> Iterator[Row]:
+    options, trainer = config.async_training, config.trainer
+    every, canaries = options.trigger_parameter_sync_step, config.actor_rollout_ref.rollout.sync_proof.canary_freq
+    when = "after every step" if every == 1 else f"after every {every} steps and the last one"
+    how = "the weights change under running responses" if options.partial_rollout else "engines finish what they have first"
+    yield "publishing", f"{when}; {how}"
+    if not config.overlaps:
+        yield "", "engines share the trainer's devices: all that a version admits is sampled before its first step is trained"
+    elif not options.partial_rollout:
+        yield "", "so the steps from one publication to the next take as long as the slower of both sides"
+    if every > 1:
+        yield "", "only a step that publishes is validated and saved" + _rounded(trainer.save_freq, options)
+    frequency = f"every {canaries} publications and at the start" if canaries > 0 else "at the start"
+    yield "proof", f"old tokens prove nothing about the engines' weights: the gap of canary tokens alone is limited, {frequency}"
+    if options.staleness > 1 and not options.partial_rollout:
+        yield "", (
+            f"{float(options.staleness):g} publications ahead wait for the same end of sampling as 1: tokens get older, steps no "
+            "shorter"
+        )
+
+
+def _rounded(frequency: int, options: AsyncTrainingConfig) -> str:
+    steps = options.rounded_to_publications(frequency)
+    return "" if steps == frequency else f": trainer.save_freq={frequency} is rounded up to {steps}"
 
 
 def _batch(plan: Plan) -> Iterator[str]:

@@ -12,10 +12,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
 from verl_rc.checkpoint.store import CheckpointError
+from verl_rc.checkpoint.supply_state import LengthTotals, SupplyState
 from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.metrics.health import HealthHistory
+from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
-from verl_rc.ppo.guards import RewardHistory, StepScores
+from verl_rc.ppo.guards import FailedGroups, RewardHistory, StepScores
+from verl_rc.ppo.running_ledger import LedgerState
 
 CONFIG: dict[str, Any] = {
     "data": {"train_batch_size": 3, "shuffle": True, "seed": 1, "train_files": ["a.parquet"]},
@@ -26,6 +29,17 @@ CONFIG: dict[str, Any] = {
         "rollout": {"n": 4},
     },
 }
+
+
+SUPPLY = SupplyState(
+    AdmissionState(published=4, admitted=14, replaced=2, decided=((0, 9), (10, 11))),
+    LedgerState(14, {"trained": ((0, 8),), "filtered": ((8, 9),), "stale": ((10, 11),)}, balance=7),
+    trained=LengthTotals(70, 8),
+    dropped=LengthTotals(9, 1),
+    failed=FailedGroups((3,), "no answer"),
+    drawn=((1, 5), (1, 2)),
+    groups={"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)},
+)
 
 
 def build_loader(num_workers: int = 0) -> "StatefulDataLoader[list[int]]":
@@ -44,7 +58,7 @@ def after_five_batches() -> SavedRun:
     state = RunState(
         step=5,
         prompts=loader.state_dict(),
-        supply={"admission": {"admitted": 7}, "groups": {"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)}},
+        supply=SUPPLY,
         control=ControlState(kl_coef=0.1 + 0.2, rejection_threshold=1.5),
         rollout_gap_limit=0.25,
         canary_gap_limit=1 / 3,
@@ -119,12 +133,24 @@ def test_a_checkpoint_of_format_1_is_read() -> None:
 
 def test_in_a_checkpoint_of_format_2_nothing_is_in_flight(tmp_path: Path) -> None:
     saved = after_five_batches()
-    synchronous = dataclasses.replace(saved, state=dataclasses.replace(saved.state, supply={}))
+    synchronous = dataclasses.replace(saved, state=dataclasses.replace(saved.state, supply=None))
     synchronous.save(tmp_path)
     assert not (tmp_path / "groups.pt").exists()
     edit(tmp_path / "run_state.json", format_version=2)
     edit_state(tmp_path, without="supply")
     assert SavedRun.load(tmp_path) == synchronous
+
+
+def test_what_a_run_of_format_3_had_sampled_is_read(tmp_path: Path) -> None:
+    after_five_batches().save(tmp_path)
+    supply = json.loads((tmp_path / "run_state.json").read_text())["state"]["supply"]
+    before = {"admission": supply["admission"], "ledger": supply["ledger"], "trained": [70, 8]}
+    edit(tmp_path / "run_state.json", format_version=3)
+    edit_state(tmp_path, supply=before)
+    found = SavedRun.load(tmp_path).state.supply
+    assert found == dataclasses.replace(SUPPLY, dropped=LengthTotals(), failed=FailedGroups(), drawn=())
+    edit_state(tmp_path, supply={})
+    assert SavedRun.load(tmp_path).state.supply is None
 
 
 def test_guards_that_format_1_may_hold_are_read_too(tmp_path: Path) -> None:
@@ -158,8 +184,8 @@ def edit_state(folder: Path, without: str = "", **changes: Any) -> None:
         (lambda folder: (folder / "data.pt").write_bytes(b"PK"), "must hold a loader's state, but reading it gave"),
         (lambda folder: (folder / "data.pt").write_bytes(b""), "must hold a loader's state, but reading it gave"),
         (
-            lambda folder: edit(folder / "run_state.json", format_version=4, written_by="verl_rc 0.9"),
-            r"format 1 to 3 for verl_rc .*, but verl_rc 0\.9 wrote it in format 4\. Resume with verl_rc 0\.9, or start anew",
+            lambda folder: edit(folder / "run_state.json", format_version=5, written_by="verl_rc 0.9"),
+            r"format 1 to 4 for verl_rc .*, but verl_rc 0\.9 wrote it in format 5\. Resume with verl_rc 0\.9, or start anew",
         ),
         (lambda folder: edit(folder / "run_state.json", format_version=None), r"but verl_rc \S+ wrote it in format None"),
         (lambda folder: edit_state(folder, step="five"), r"hold the state of a run, but: step: .* got 'five'"),

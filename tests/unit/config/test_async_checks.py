@@ -8,6 +8,7 @@ from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_config, load_run_config
 from verl_rc.config.run import RunConfig
+from verl_rc.report.explain import plan_text
 
 S, ROLLOUT = "async_training", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
@@ -35,6 +36,10 @@ SOUND = [
     f"{S}.staleness_threshold=1 {S}.partial_rollout=False {S}.max_off_policy_threshold=1 {OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.max_off_policy_strategy=drop {S}.max_off_policy_threshold=2 {OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.deterministic_steps=20 {OWN_DEVICES} {CHOSEN}",
+    f"{S}.trigger_parameter_sync_step=2 {S}.partial_rollout=False {S}.order=ready {CHOSEN}",
+    f"{S}.staleness_threshold=0.5 {S}.partial_rollout=False {S}.order=ready {OWN_DEVICES} {CHOSEN}",
+    f"{S}.staleness_threshold=1 {S}.partial_rollout=False {S}.trigger_parameter_sync_step=2 {S}.max_token_age=2 {OWN_DEVICES} "
+    f"{CHOSEN}",
     f"{S}.require_batches=2",
     f"{S}.require_batches=2 data.train_batch_size=32",
 ]
@@ -87,12 +92,29 @@ MISTAKES: list[Mistake] = [
     ),
     (f"{S}.trigger_parameter_sync_step=2 {CHOSEN} {S}.max_off_policy_threshold=1", "without a lead", "drop it"),
     (f"{AHEAD} {S}.max_token_age=2", "is never passed", "pass at most 1"),
+    (f"{AHEAD} {S}.partial_rollout=False {S}.max_token_age=0", "rejects all tokens once", "pass 1 or more"),
+    (
+        f"{S}.staleness_threshold=1 {S}.max_token_age=1 {OWN_DEVICES} {CORRECTION}.bypass_mode=True",
+        "the actor decides which tokens it keeps",
+        "drop one of them",
+    ),
+    (f"{AHEAD} {S}.partial_rollout=False {S}.order=ready", "order=ready has no effect", "raise trigger_parameter_sync_step"),
+    (
+        f"{AHEAD} {S}.partial_rollout=False {S}.order=ready {S}.trigger_parameter_sync_step=2 {S}.max_off_policy_threshold=2",
+        "where all responses end before the next publication",
+        "drop it",
+    ),
+    (
+        f"{AHEAD} {S}.partial_rollout=False {S}.order=ready {S}.trigger_parameter_sync_step=2 {S}.max_off_policy_strategy=drop",
+        "nothing grows too old",
+        "drop it",
+    ),
     (f"{S}.require_batches=3 data.train_batch_size=32", "prompts make a step of 48, but data.train_batch_size=32", "drop one"),
     *(
         (f"{S}.{given}", f"{S}.{given} has no effect in a synchronous run", "raise one of these, or drop it")
         for given in (
             *("max_off_policy_threshold=1.0", "max_off_policy_strategy=drop", "order=ready", "kv_cache_on_update=keep"),
-            *("max_token_age=1", "deterministic_steps=9"),
+            *("max_token_age=1", "deterministic_steps=9", "group_timeout_seconds=9.0"),
         )
     ),
 ]
@@ -107,16 +129,7 @@ def test_a_contradiction_gives_one_sentence(overrides: str, must: str, write: st
     assert "\n" not in message
 
 
-OTHER_VALUES = {
-    "max_off_policy_strategy": "drop",
-    "trigger_parameter_sync_step": 2,
-    "max_concurrent_rollouts": 4,
-    "kv_cache_on_update": "keep",
-    "deterministic_steps": 3,
-    "max_token_age": 1,
-    "group_timeout_seconds": 9.0,
-    "trace": True,
-}
+OTHER_VALUES = {"max_concurrent_rollouts": 4, "kv_cache_on_update": "keep", "deterministic_steps": 3, "trace": True}
 
 
 @pytest.mark.parametrize("key", UNBUILT)
@@ -137,9 +150,6 @@ def test_a_whole_recipe_is_refused_in_one_sentence() -> None:
 
 NOT_AHEAD = [
     (f"{S}.staleness_threshold=1", "responses that weights change under", f"pass {S}.partial_rollout=False"),
-    (f"{S}.staleness_threshold=1 {S}.partial_rollout=False {S}.order=ready", "order of completion", "pass order=admitted"),
-    (f"{WHOLE} algorithm.filter_groups.enable=True", "algorithm.filter_groups.enable=True with", "staleness_threshold=0"),
-    (f"{WHOLE} algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax with", "staleness_threshold=0"),
     (f"{WHOLE} {TOOLS}", "multi_turn.enable=True with", "staleness_threshold=0"),
 ]
 
@@ -163,11 +173,47 @@ def test_one_step_off_is_accepted(given: str) -> None:
     assert config.async_training.oldest == 1
 
 
-def test_every_key_acts_or_is_refused() -> None:
-    """``require_batches`` sets the size of a step, ``staleness_threshold`` how far generation is ahead; of the others only what
-    whole responses in the order of admission mean is accepted."""
-    acts = {"require_batches", "partial_rollout", "staleness_threshold", "max_off_policy_threshold", "order"}
-    assert set(AsyncTrainingConfig.model_fields) - set(UNBUILT) == acts
+READY = f"{S}.staleness_threshold=1 {S}.trigger_parameter_sync_step=2 {S}.partial_rollout=False {S}.order=ready"
+PARTIAL = f"{S}.staleness_threshold=1"
+ACTS: dict[str, tuple[str, str]] = {
+    "staleness_threshold": (WHOLE, "2"),
+    "trigger_parameter_sync_step": (WHOLE, "3"),
+    "require_batches": (WHOLE, "3 data.train_batch_size=0"),
+    "partial_rollout": (PARTIAL, "False"),
+    "order": (READY, "admitted"),
+    "max_off_policy_threshold": (PARTIAL, "3"),
+    "max_off_policy_strategy": (f"{PARTIAL} {S}.max_off_policy_threshold=2", "drop"),
+    "max_token_age": (READY, "2"),
+    "group_timeout_seconds": (WHOLE, "9"),
+}
+"""A run in which the key acts, and another value of it."""
+
+
+@pytest.mark.parametrize("key", AsyncTrainingConfig.model_fields)
+def test_every_key_changes_the_plan_or_is_refused(key: str) -> None:
+    """T20: no dead keys. That the driver does what the plan says is shown in tests/unit/driver/test_asynchronous_modes.py."""
+    if key in UNBUILT:
+        return
+    base, value = ACTS[key]
+    with_key = [one for one in base.split() if not one.startswith(f"{S}.{key}=")]
+    plans = []
+    for given in (base.split(), [*with_key, f"{S}.{key}={value}"]):
+        config = config_of(f"{' '.join(given)} {OWN_DEVICES} {CHOSEN} trainer.save_freq=1")
+        assert not list(contradictions(config)), given
+        plans.append(plan_text(config))
+    assert plans[0] != plans[1]
+
+
+def test_dropping_is_warned_of_at_the_start() -> None:
+    dropping = f"{PARTIAL} {S}.max_off_policy_threshold=2 {S}.max_off_policy_strategy=drop {OWN_DEVICES} {CHOSEN}"
+    plan = plan_text(config_of(dropping))
+    assert "what would be older than 2 step(s) is dropped and replaced" in plan
+    assert "drop throws sampled tokens away" in plan
+    assert "drop throws" not in plan_text(config_of(dropping.replace("=drop", "=wait")))
+
+
+def test_a_key_is_built_or_refused() -> None:
+    assert set(AsyncTrainingConfig.model_fields) == set(UNBUILT) | set(ACTS)
 
 
 @pytest.mark.parametrize("given", ["", "data.train_batch_size=0", "data.train_batch_size=48"])

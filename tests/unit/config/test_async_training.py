@@ -32,7 +32,8 @@ FACTS = [
     (options(k=2, K=3), "ready", 3, 24),
     (options(k=0.5, M=4, K=1), "ready", 7, 48),
     (options(k=0.5, M=4, order="admitted"), "admitted", 5, 48),
-    (options(k=1, order="ready", partial_rollout=False), "ready", 2, 16),
+    (options(k=0.5, order="ready", partial_rollout=False), "ready", 1, 12),  # whole responses keep k by themselves
+    (options(k=1, M=2, order="ready", partial_rollout=False), "ready", 3, 32),
     (options(k=1, deterministic_steps=50), "admitted", 1, 16),
     (options(k=0.1, M=10), "ready", 20, 88),
 ]
@@ -46,8 +47,13 @@ def test_order_age_and_memory(config: AsyncTrainingConfig, order: str, oldest: i
 
 def test_a_tenth_is_a_tenth() -> None:
     """In floats 7 * (1 + 0.1) * 10 is 77.00000000000001, and 78 groups would be admitted."""
-    assert options(k=0.1, M=7).ahead == Fraction(1, 10)
+    assert options(k=0.1, M=7).staleness == Fraction(1, 10)
     assert options(k=0.1, M=7).groups_in_memory(10) == 77
+
+
+@pytest.mark.parametrize(("every", "asked", "rounded"), [(1, 3, 3), (4, 3, 4), (4, 8, 8), (4, -1, -1), (4, 0, 0)])
+def test_a_frequency_is_rounded_up_to_steps_that_publish(every: int, asked: int, rounded: int) -> None:
+    assert options(M=every).rounded_to_publications(asked) == rounded
 
 
 @pytest.mark.parametrize("given", [{"k": -1}, {"K": -0.5}, {"M": 0}, {"require_batches": 0}, {"order": "newest"}])

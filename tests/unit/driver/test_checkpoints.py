@@ -10,6 +10,7 @@ import pytest
 from verl_rc.checkpoint import CheckpointError, CheckpointStore
 from verl_rc.checkpoint.run_state import RunState, SavedRun
 from verl_rc.cluster.remote import ProcessLostError, RemoteError
+from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.driver import checkpoints
 from verl_rc.driver.services import Services, StopRequest
 from verl_rc.driver.step_record import StepRecord
@@ -57,7 +58,9 @@ def run_in(folder: Path) -> Services:
     run = SimpleNamespace(
         folder=folder,
         checkpoints=CheckpointStore(folder, None),
-        config=SimpleNamespace(trainer=SimpleNamespace(save_freq=1), model_dump=lambda mode: {}),
+        config=SimpleNamespace(
+            trainer=SimpleNamespace(save_freq=1), async_training=AsyncTrainingConfig(), model_dump=lambda mode: {}
+        ),
         is_due=lambda frequency, step: step % frequency == 0,
         total_steps=9,
         stop=StopRequest(),

@@ -69,7 +69,7 @@ def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | No
     numbers = fingerprints(sampled.tokens, sampled.response_mask)
     samples = SimpleNamespace(rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores)))
     record.ledger.sampled(int(sampled.response_mask.sum()))
-    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, correction=None))
+    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, keep_mask=None))
     rewards = BEFORE.with_scores(samples.scores, window=1)
     return guards.may_train(cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3), record
 

@@ -16,9 +16,9 @@ from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
-from verl_rc.data.batches import Completions, Timed
+from verl_rc.data.batches import Completions
 from verl_rc.driver import checkpoints, train, weights
-from verl_rc.driver.supply import Ahead
+from verl_rc.driver.supply import AsynchronousSupply
 from verl_rc.rollout.sampling import GenerationRequest
 
 OWN_DEVICES = ("actor_rollout_ref.hybrid_engine=False", "async_training.partial_rollout=False")
@@ -74,7 +74,7 @@ def resume(whole: Path, folder: Path, step: int, *overrides: str, **forgotten: A
 def test_without_a_lead_the_same_code_trains_as_the_synchronous_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """T17: not the switch alone, but the groups' way through the supply changes no bit."""
     expected = run(tmp_path / "sync")
-    monkeypatch.setattr(train, "open_supply", Ahead)
+    monkeypatch.setattr(train, "open_supply", AsynchronousSupply)
     found = run(tmp_path / "ahead")
     assert (found.trained, found.updates) == (expected.trained, expected.updates)
     one, two = lines(tmp_path / "sync"), lines(tmp_path / "ahead")
@@ -82,7 +82,7 @@ def test_without_a_lead_the_same_code_trains_as_the_synchronous_run(tmp_path: Pa
         assert {name: value for name, value in two[step].items() if not name.startswith("async/")} == one[step]
         assert samples(tmp_path / "sync", step) == samples(tmp_path / "ahead", step)
         states = [SavedRun.load(tmp_path / name / f"global_step_{step}").state for name in ("sync", "ahead")]
-        assert str(dataclasses.replace(states[1], supply={}, prompts={})) == str(dataclasses.replace(states[0], prompts={}))
+        assert str(dataclasses.replace(states[1], supply=None, prompts={})) == str(dataclasses.replace(states[0], prompts={}))
         assert two[step]["async/group_age/max"] == 0
     assert all(one[step]["actor/grad_norm"] > 0 for step in (1, 4))  # in the others the world has none
 
@@ -128,7 +128,7 @@ def test_a_resumed_run_leaves_what_the_undisturbed_one_leaves(tmp_path: Path, k:
 
 def test_a_run_that_forgets_its_supply_trains_on_other_samples(tmp_path: Path) -> None:
     expected = run(tmp_path / "whole", *ahead(1))
-    assert resume(tmp_path / "whole", tmp_path / "again", 2, *ahead(1), supply={}).trained != expected.trained
+    assert resume(tmp_path / "whole", tmp_path / "again", 2, *ahead(1), supply=None).trained != expected.trained
 
 
 def test_a_synchronous_checkpoint_goes_on_ahead(tmp_path: Path) -> None:
@@ -161,11 +161,11 @@ class Mixed(World):
 
     wrong = 1
 
-    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> Timed[Completions]:
-        answer = super().finish(numbers, on_loss)
-        last = answer.result.response_lengths - 1
-        answer.result.policy_versions[torch.arange(len(last)), last] = self.wrong
-        return answer
+    def take(self, numbers: Sequence[int]) -> Completions:
+        given = super().take(numbers)
+        last = given.response_lengths - 1
+        given.policy_versions[torch.arange(len(last)), last] = self.wrong
+        return given
 
 
 @pytest.mark.parametrize("wrong", [1, -1])
@@ -212,15 +212,15 @@ class Losing(World):
         self.asked |= dict(zip(numbers, requests, strict=True))
         return numbers
 
-    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> Timed[Completions]:
+    def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         self.calls += 1
         if self.calls == self.call:
             owed, self.under_way = self.under_way, set()
             on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(owed))
             for number in owed:
-                self.submitted[number] = self.generate([self.asked[number]], None).result
+                self.submitted[number] = self.sample([self.asked[number]])
             self.under_way = owed
-        return super().finish(numbers, on_loss)
+        return super().collect(wait_seconds, on_loss)
 
     def replace(self, engines: Sequence[int]) -> list[Any]:
         return []
@@ -229,7 +229,7 @@ class Losing(World):
         pass
 
 
-@pytest.mark.parametrize(("call", "ages", "owed"), [(1, [0, 1, 1, 1], 8), (3, [0, 1, 0, 1], 4)])
+@pytest.mark.parametrize(("call", "ages", "owed"), [(1, [0, 1, 1, 1], 8), (2, [0, 1, 0, 1], 4)])
 def test_what_a_lost_engine_owed_is_sampled_again_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, ages: list[int], owed: int
 ) -> None:

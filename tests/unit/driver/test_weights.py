@@ -8,6 +8,7 @@ import pytest
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.remote import ProcessLostError, RemoteError
+from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.data.batches import Timed
 from verl_rc.driver import weights
 from verl_rc.driver.services import Services
@@ -67,7 +68,9 @@ def run_on(machine: Machine, limit: int) -> Services:
     rollout = SimpleNamespace(max_engine_replacements=limit, sync_proof=SimpleNamespace(canary_freq=0))
     run = SimpleNamespace(
         config=SimpleNamespace(
-            actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(ready_timeout_seconds=1.0)
+            actor_rollout_ref=SimpleNamespace(rollout=rollout),
+            trainer=SimpleNamespace(ready_timeout_seconds=1.0),
+            async_training=AsyncTrainingConfig(),
         ),
         engines=machine,
         transport=machine,

@@ -8,7 +8,7 @@ from itertools import combinations_with_replacement, product
 
 import pytest
 
-from verl_rc.ppo.admission import Admission
+from verl_rc.ppo.admission import Admission, AdmissionState
 from verl_rc.ppo.replay_order import NextBatch, OpenGroup, ReplayRule, next_batch
 
 Decide = Callable[[Iterable[OpenGroup], int, ReplayRule], NextBatch]
@@ -79,15 +79,15 @@ State = tuple[int, tuple[tuple[int, bool], ...]]
 class Run:
     """A run in every state that any engines could bring it to; versions count from the last publication."""
 
-    def __init__(self, order: str, every: int, ahead: Fraction, hard: int, batch: int) -> None:
+    def __init__(self, order: str, every: int, ahead: Fraction, hard: int, batch: int, late: str = "wait") -> None:
         bound = ahead if order == "admitted" else hard
-        self.rule = ReplayRule(order, batch, math.ceil(every * (1 + bound)) - 1)
+        self.rule = ReplayRule(order, batch, math.ceil(every * (1 + bound)) - 1, late)
         self.admission = Admission(batch, every, ahead)
 
     def state(self, steps: int, known: Iterable[tuple[int, bool]]) -> State:
         """With all that may be admitted now. In order of completion, which of several like groups is which does not matter."""
         open_groups = list(known)
-        counts = {"published": 0, "admitted": steps * self.rule.batch + len(open_groups), "replaced": 0, "decided": []}
+        counts = AdmissionState(0, steps * self.rule.batch + len(open_groups), 0, ())
         open_groups += [(0, False)] * self.admission.resumed(counts).allowance()
         return steps, tuple(sorted(open_groups) if self.rule.order == "ready" else open_groups)
 
@@ -100,6 +100,27 @@ class Run:
                 yield self.state(steps, [*others[0], (version, True), *others[1]])
                 if filters:
                     yield self.state(steps, [*others[0], *others[1]])
+
+    def after_failures(self, state: State) -> Iterator[State]:
+        """A group fails and is sampled anew, by the published version."""
+        steps, known = state
+        for place, (_, decided) in enumerate(known):
+            if not decided:
+                yield self.state(steps, [*known[:place], (0, False), *known[place + 1 :]])
+
+    def after_drops(self, state: State) -> Iterator[State]:
+        """Those that are too old are replaced."""
+        steps, known = state
+        decision = next_batch([OpenGroup(place, *one) for place, one in enumerate(known)], steps + 1, self.rule)
+        if decision.dropped:
+            yield self.state(steps, [one for place, one in enumerate(known) if place not in decision.dropped])
+
+    def after_resumed_step(self, state: State) -> Iterator[State]:
+        """A step is trained, the run is ended and goes on: it publishes between two publications."""
+        trained = self.after_step(state, next_batch)
+        if trained and trained[0][0]:
+            steps, known = trained[0]
+            yield self.state(0, [(version - steps, decided) for version, decided in known])
 
     def after_step(self, state: State, decide: Decide) -> tuple[State, list[int]] | None:
         """A step is trained, and published if it is its turn; also the ages of its groups. None: it waits."""
@@ -133,13 +154,25 @@ class Run:
         return left[version] >= 0
 
 
-def oldest_over_all_interleavings(run: Run, decide: Decide = next_batch, *, filters: bool = False) -> int:
-    """The largest age that is ever trained on, whatever the engines do; no state may be without a way on."""
+def oldest_over_all_interleavings(
+    run: Run, decide: Decide = next_batch, *, filters: bool = False, disturbed: bool = False
+) -> int:
+    """The largest age that is ever trained on, whatever the engines do; no state may be without a way on.
+
+    ``disturbed``: groups fail, and the run is ended and resumed after any step.
+    """
     start = run.state(0, [])
     seen, todo, oldest = {start}, [start], 0
     while todo:
         state = todo.pop()
+        following = set(run.after_drops(state))
+        if following:  # before anything else
+            todo += following - seen
+            seen |= following
+            continue
         following = set(run.after_engines(state, filters))
+        if disturbed:
+            following |= {*run.after_failures(state), *run.after_resumed_step(state)}
         trained = run.after_step(state, decide)
         assert following or trained, f"the run is stuck in {state}"
         if trained:
@@ -188,6 +221,30 @@ def test_the_bound_is_reached_and_never_exceeded(settings: tuple[str, int, Fract
     assert oldest_over_all_batches(run) == bound
     if places(settings) <= 6:
         assert oldest_over_all_interleavings(run) == oldest_over_all_interleavings(run, filters=True) == bound
+
+
+FRACTIONS = [
+    ("admitted", 2, Fraction(1, 2), 0, 1),
+    ("ready", 1, Fraction(1, 2), 1, 2),
+    ("ready", 2, Fraction(1, 2), 1, 1),
+    ("ready", 2, Fraction(1, 2), 1, 2),
+    ("ready", 3, Fraction(1, 3), 1, 1),
+]
+
+
+@pytest.mark.parametrize("settings", [*(one for one in SMALL if places(one) <= 5), *FRACTIONS], ids=str)
+def test_filters_failures_and_resumed_runs_keep_the_bound(settings: tuple[str, int, Fraction, int, int]) -> None:
+    """T19, T3: a failed group is younger than its number, and a resumed run may publish between two publications."""
+    run = Run(*settings)
+    assert oldest_over_all_interleavings(run, filters=True, disturbed=True) <= run.rule.oldest
+
+
+@pytest.mark.parametrize("settings", [one for one in [*SMALL, *FRACTIONS] if one[0] == "ready" and places(one) <= 5], ids=str)
+def test_dropping_keeps_the_bound_and_never_sticks(settings: tuple[str, int, Fraction, int, int]) -> None:
+    run = Run(*settings, late="drop")
+    bound = run.rule.oldest if settings[2] else run.admission.every - 1
+    assert oldest_over_all_interleavings(run) == bound
+    assert oldest_over_all_interleavings(run, filters=True, disturbed=True) <= run.rule.oldest
 
 
 def looks_at_the_oldest_alone(open_groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> NextBatch:

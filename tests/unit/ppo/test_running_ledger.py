@@ -1,12 +1,12 @@
 """The books of a run: every number has exactly one fate or is in flight, every token one account or is in the balance."""
 
-import json
-
 import pytest
+from pydantic import TypeAdapter
 
 from verl_rc.metrics.catalog.samples import ACCOUNTING
 from verl_rc.ppo.ledger import TOKEN_ACCOUNTS, LedgerError
-from verl_rc.ppo.running_ledger import FATES, RUN_TOKEN_ACCOUNTS, RunningLedger
+from verl_rc.ppo.number_ranges import PlainRanges
+from verl_rc.ppo.running_ledger import FATES, RUN_TOKEN_ACCOUNTS, LedgerState, RunningLedger
 
 
 def after_a_step() -> RunningLedger:
@@ -18,7 +18,7 @@ def after_a_step() -> RunningLedger:
 
 def test_a_step_balances_with_what_is_open() -> None:
     ledger = after_a_step()
-    assert (ledger.balance, ledger.in_flight.plain()) == (14, [[4, 6]])
+    assert (ledger.balance, ledger.in_flight.plain()) == (14, ((4, 6),))
     assert ledger.count("trained") == 2
     assert ledger.count("filtered", "failed", "stale") == 2
     following = ledger.admit(1).end("trained", [4, 5]).close_step(16, {"trained": 20}, {6: 10})
@@ -64,13 +64,14 @@ def test_a_run_that_is_done_has_nothing_in_flight() -> None:
 
 def test_a_checkpoint_holds_all_of_it() -> None:
     ledger = after_a_step()
-    assert RunningLedger.from_state(json.loads(json.dumps(ledger.state()))) == ledger
+    states = TypeAdapter(LedgerState)
+    assert RunningLedger.from_state(states.validate_json(states.dump_json(ledger.state()))) == ledger
 
 
-@pytest.mark.parametrize("ended", [{"trained": [[0, 2]], "stale": [[1, 2]]}, {"trained": [[5, 7]]}, {"eaten": [[0, 1]]}])
-def test_a_checkpoint_that_contradicts_itself_is_refused(ended: dict[str, list[list[int]]]) -> None:
+@pytest.mark.parametrize("ended", [{"trained": ((0, 2),), "stale": ((1, 2),)}, {"trained": ((5, 7),)}, {"eaten": ((0, 1),)}])
+def test_a_checkpoint_that_contradicts_itself_is_refused(ended: dict[str, PlainRanges]) -> None:
     with pytest.raises(LedgerError, match="every number below 6 must have at most one of the fates"):
-        RunningLedger.from_state({"admitted": 6, "ended": ended, "balance": 0})
+        RunningLedger.from_state(LedgerState(6, ended, 0))
 
 
 def test_accounts_of_a_step_are_accounts_of_the_run() -> None:

@@ -15,6 +15,8 @@ _CORRECTION = "algorithm.rollout_correction"
 _CLIPS = ("clip_ratio_low", "clip_ratio_high")
 _GPU_ONLY = ("gpu_memory_utilization", "free_cache_engine", "enforce_eager")
 _K1_KINDS = ("kl", "k1")
+_OF_AGES = ("max_off_policy_threshold", "max_off_policy_strategy")
+_OF_CUT_RESPONSES = ("kv_cache_on_update", "deterministic_steps")
 
 Unread = tuple[bool, Sequence[str], str]
 """Whether the keys are unused, the keys, and the reason."""
@@ -43,7 +45,7 @@ def unused_options(config: RunConfig, policy: PolicyPlan, advantages: AdvantageP
 
 def warnings_of(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> tuple[str, ...]:
     """Warnings about allowed but probably unintended combinations, each with a remedy."""
-    return tuple(_warnings(config, policy, sizes))
+    return (*_warnings(config, policy, sizes), *_asynchrony_warnings(config, sizes))
 
 
 def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) -> Iterator[tuple[str, str]]:
@@ -51,6 +53,7 @@ def _unused(config: RunConfig, policy: PolicyPlan, advantages: AdvantagePlan) ->
         f"{_ACTOR}.": _unused_by_the_loss(config, policy, advantages),
         "algorithm.": _unused_by_advantages(config, advantages),
         "": _unused_by_roles(config),
+        "async_training.": _unused_by_asynchrony(config),
     }
     for prefix, rows in reasons.items():
         for is_unread, keys, reason in rows:
@@ -122,6 +125,20 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
         yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
 
 
+def _unused_by_asynchrony(config: RunConfig) -> Iterator[Unread]:
+    options = config.async_training
+    synchronous = ("partial_rollout", "order", *_OF_AGES, *_OF_CUT_RESPONSES, "max_token_age", "group_timeout_seconds")
+    yield options.is_synchronous, synchronous, "the run is synchronous"
+    if options.is_synchronous:
+        return
+    yield not options.partial_rollout, _OF_CUT_RESPONSES, "partial_rollout=False: weights never change under a response"
+    whole = "partial_rollout=False: responses end before the next publication, so nothing grows older than staleness_threshold"
+    in_order = "in the order of admission nothing grows older than staleness_threshold"
+    yield options.keeps_ages, _OF_AGES, in_order if options.resolved_order == "admitted" else whole
+    alone = options.trigger_parameter_sync_step == 1 and not options.partial_rollout and options.staleness.denominator == 1
+    yield alone, ("order",), "whole responses and a publication after every step: the oldest are the lowest numbers"
+
+
 def _metrics_only(config: RunConfig) -> Iterator[tuple[str, str]]:
     correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
     if correction.bypass_mode and correction.loss_type == "ppo_clip":
@@ -175,6 +192,31 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
         yield (
             f"{sizes.actor.optimizer_steps} updates per step without a clip (loss_type=reinforce): only the weights' threshold "
             "bounds how far a step goes. A lower rollout_is_threshold, fewer updates, or loss_type=ppo_clip hold it back."
+        )
+
+
+def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[str]:
+    options, correction = config.async_training, config.algorithm.rollout_correction
+    if options.is_synchronous:
+        return
+    if options.max_off_policy_strategy == "drop":
+        yield (
+            "async_training.max_off_policy_strategy=drop throws sampled tokens away, above all those of long responses: "
+            "simulated on 128 devices with responses of at most 28k tokens and a bound of 1, 17 % of the tokens were wasted, and "
+            "the responses trained on were 14 % too short. wait with a bound larger by 1 is as fast, and trains on all of them."
+        )
+    estimator = config.algorithm.estimator
+    if options.trigger_parameter_sync_step > 1 and estimator is not None and "whitened over the batch" in estimator.formula:
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} whitens over the batch, which is that of one step: "
+            f"{sizes.prompts} prompts, not those of all {options.trigger_parameter_sync_step} steps of a publication."
+        )
+    narrow = [rule.name for rule in correction.settings().rules if rule.rule.scope != "token"]
+    if narrow and options.usual_age >= 1:
+        yield (
+            f"algorithm.rollout_correction.rollout_rs={','.join(narrow)} rejects whole rows outside a band that is made for two "
+            "implementations of one policy: a policy that is a step old can leave it. Watch "
+            "rollout_corr/rollout_rs_masked_fraction, and widen rollout_rs_threshold if it rises."
         )
 
 

@@ -5,6 +5,7 @@ The numbers on the right are worked out from the catalogue's words. What compute
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from verl_rc.driver.guards import check_mismatch, may_train
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import describe_correction, judge_gap
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.supply import _age_metrics
+from verl_rc.driver.supply import _age_metrics, _decided_metrics, _StepTotals
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
@@ -455,8 +456,15 @@ def engine_against_trainer():
 def a_batch_that_was_sampled_ahead():
     versions, mask = torch.tensor([[4, 4, -1], [3, 3, 3]]), torch.tensor([[True, True, False], [True, True, True]])
     rollouts = SimpleNamespace(policy_versions=versions, response_mask=mask)
-    found = _age_metrics(rollouts, ages=[1, 2], current=5, bound=2)
-    return found, {"async/group_age/max": 2, "async/group_age/bound": 2, "async/token_age/mean": (1 + 1 + 2 + 2 + 2) / 5}
+    found = _age_metrics(rollouts, ages=[1, 2], current=5, bound=2, limit=1)
+    ages = {"async/group_age/max": 2, "async/group_age/bound": 2, "async/token_age/mean": (1 + 1 + 2 + 2 + 2) / 5}
+    return found, {**ages, "async/too_old_fraction": 3 / 5}
+
+
+@example
+def groups_that_left_untrained():
+    found = _decided_metrics(_StepTotals(tokens=Counter(stale=12), groups=Counter(failed=1, stale=2), waited_for_oldest=1.5))
+    return found, {"async/failed_groups": 1, "async/dropped_tokens": 12, "async/wait_for_oldest_s": 1.5}
 
 
 @example
@@ -478,7 +486,7 @@ def a_reward_that_has_collapsed():
     record.ledger.sampled(6)
     rewards = SimpleNamespace(collapse=lambda window, drop: "from 1 to 0")
     with patch("verl_rc.driver.guards.require_sampled_tokens"):
-        scored, services = SimpleNamespace(batch=batch, correction=None), SimpleNamespace(config=config, tracker=Mock())
+        scored, services = SimpleNamespace(batch=batch, keep_mask=None), SimpleNamespace(config=config, tracker=Mock())
         assert not may_train(services, rewards, Mock(), scored, record, step=2)
     return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
 

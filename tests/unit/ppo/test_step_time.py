@@ -1,0 +1,59 @@
+"""What an asynchronous step takes, from sides that were measured apart; and whether a larger staleness bound helps."""
+
+import pytest
+
+from verl_rc.config.async_training import AsyncTrainingConfig
+from verl_rc.ppo.step_time import MeasuredStep
+
+
+def options(k: float, *, partial: bool = False, every: int = 1) -> AsyncTrainingConfig:
+    return AsyncTrainingConfig(staleness_threshold=k, partial_rollout=partial, trigger_parameter_sync_step=every)
+
+
+@pytest.mark.parametrize(
+    ("measured", "given", "expected"),
+    [
+        (MeasuredStep(10, 10), options(0), (20, 20)),
+        (MeasuredStep(10, 10), options(0, every=4), (10, 20)),
+        (MeasuredStep(12, 10), options(1), (12, 12)),
+        (MeasuredStep(12, 10), options(3), (12, 12)),
+        (MeasuredStep(30, 10), options(1, partial=True), (15, 30)),  # two publications' time for the longest response
+        (MeasuredStep(30, 10), options(2, partial=True), (10, 30)),
+        (MeasuredStep(30, 10), options(5, partial=True), (10, 30)),
+    ],
+)
+def test_the_bounds_of_a_step(measured: MeasuredStep, given: AsyncTrainingConfig, expected: tuple[float, float]) -> None:
+    assert (measured.fastest(given), measured.slowest(given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("sampling", "training", "partial", "useful"),
+    [(10, 10, False, 1), (90, 10, False, 1), (10, 10, True, 1), (30, 10, True, 2), (31, 10, True, 3), (5, 10, True, 1)],
+)
+def test_the_smallest_useful_staleness(sampling: float, training: float, partial: bool, useful: int) -> None:
+    assert MeasuredStep(sampling, training).smallest_useful_staleness(options(1, partial=partial)) == useful
+
+
+@pytest.mark.parametrize(
+    ("measured", "given", "said"),
+    [
+        (MeasuredStep(95, 5), options(1), "no staleness_threshold helps: sampling takes 95% of a step in turns"),
+        (MeasuredStep(5, 95), options(1, partial=True), "no staleness_threshold helps: training takes 95% of a step in turns"),
+        (MeasuredStep(10, 10), options(3), "staleness_threshold=1 is the smallest useful one"),
+        (MeasuredStep(30, 10), options(1, partial=True), "staleness_threshold=2 is the smallest that can keep the trainer busy"),
+        (MeasuredStep(10, 10), options(1), "a step takes 10 s, in turns 20 s"),
+    ],
+)
+def test_when_more_staleness_cannot_help_it_is_said(measured: MeasuredStep, given: AsyncTrainingConfig, said: str) -> None:
+    """T26."""
+    assert said in " ".join(measured.prediction(given))
+
+
+def test_the_staleness_that_fits_is_not_talked_about() -> None:
+    assert len(list(MeasuredStep(10, 10).prediction(options(1)))) == 1
+
+
+@pytest.mark.parametrize("seconds", [(0, 1), (1, -1), (float("nan"), 1), (1, float("inf"))])
+def test_seconds_that_cannot_be(seconds: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="must take more than 0 seconds"):
+        MeasuredStep(*seconds)
