@@ -26,7 +26,7 @@ from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import GapLimit
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
+from verl_rc.workers.updates import UpdateReport, UpdateRequest
 
 STEPS = 4
 WIDTH = 7

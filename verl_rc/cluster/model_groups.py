@@ -16,8 +16,8 @@ from verl_rc.metrics import Metric
 from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.transfer_group import TransferAddress
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.host import usable_cores
+from verl_rc.workers.updates import UpdateReport, UpdateRequest
 
 
 class ActorGroup(RankGroup):

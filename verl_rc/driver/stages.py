@@ -24,7 +24,7 @@ from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
+from verl_rc.workers.updates import UpdateReport, UpdateRequest
 
 
 def evaluate(services: Services, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:

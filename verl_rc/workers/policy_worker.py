@@ -21,13 +21,13 @@ from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers.actor_correction import ActorCorrection
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
 from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
+from verl_rc.workers.updates import UpdateReport, UpdateRequest
 
 _GIB = 1 << 30
 
