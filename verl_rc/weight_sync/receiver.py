@@ -5,7 +5,7 @@ loading and empties the parameters, and a quantised engine must quantise again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
+from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
 from verl_rc.weight_sync.transfer_group import Group, TransferAddress, broadcast_from_sender, join_transfer_group
 
@@ -122,9 +123,9 @@ class ReceiptExtension:
     weight_transfer_engine: Any
 
     def weight_sync_receipt(self) -> dict[str, Any]:
-        """Digests of what this worker received, and the parameters of its model that no tensor filled."""
+        """``LoadReceipt`` of the last update."""
         engine = self.weight_transfer_engine
-        return {"digests": engine.digests, "not_loaded": sorted(engine.expected - engine.loaded)}
+        return asdict(LoadReceipt(engine.digests, sorted(engine.expected - engine.loaded)))
 
     def weight_sync_device(self) -> str:
         """Key of this worker's device, as trainer ranks name theirs."""
