@@ -17,7 +17,13 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
-from verl_rc.weight_sync.transfer_group import Group, TransferAddress, broadcast_from_sender, join_transfer_group
+from verl_rc.weight_sync.transfer_group import (
+    TRANSFER_TIMEOUT_SECONDS,
+    Group,
+    TransferAddress,
+    broadcast_from_sender,
+    join_transfer_group,
+)
 
 BACKEND_NAME = "verl_rc"
 
@@ -32,7 +38,7 @@ class ReceiverAddress(WeightTransferInitInfo):
     first_rank: int = 1
     """Rank of this engine's first worker in the transfer group; its tensor-parallel workers follow."""
     process_group_backend: str = "gloo"
-    timeout_seconds: float = 120.0
+    timeout_seconds: float = TRANSFER_TIMEOUT_SECONDS
 
 
 @dataclass
