@@ -17,7 +17,7 @@ STD_EPSILON = 1e-6
 
 
 def row_scores(inputs: AdvantageInputs) -> Tensor:
-    """Sums each row's rewards over all positions: [B], float64, in units of reward.
+    """Sum each row's rewards over all positions: [B], float64, in units of reward.
 
     Rewards outside the response (a score written on a tool's output) count; NaN and infinities there do not.
     """
@@ -45,7 +45,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Rewards only a group's best answer, by its lead over the second best (Pass@k training, arXiv:2503.19595).
+    """Reward only a group's best answer, by its lead over the second best (Pass@k training, arXiv:2503.19595).
 
     A = (s_max − s_second) / (std_g + 1e-6) on the best row's tokens, undivided without `norm_adv_by_std_in_grpo`; 0 on
     all others. Equal best scores have no lead, and the only row of a group has no second: both give 0.
@@ -135,7 +135,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("gdpo")
 def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Normalises each part of the reward within its group before adding them up (GDPO, arXiv:2601.05242).
+    """Normalise each part of the reward within its group before adding them up (GDPO, arXiv:2601.05242).
 
     A = Σ_k w_k (s_k − mean_g) / (std_g + 1e-6) on every response token, then whitened over the batch's response tokens;
     the only row of a group has (s_k − 0) / (1 + 1e-6) in the place of the fraction.
@@ -179,7 +179,7 @@ def _normalised(groups: Groups, scores: Tensor) -> Tensor:
 
 
 def _broadcast_over_tokens(row_advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Broadcasts each row's advantage [B] to its response tokens; returns equal advantages."""
+    """Broadcast each row's advantage [B] to its response tokens; the returns are the same."""
     per_row = row_advantages.to(inputs.token_level_rewards.dtype).unsqueeze(-1)
     advantages = torch.where(inputs.response_mask, per_row, 0)
     return advantages, advantages

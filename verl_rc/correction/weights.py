@@ -124,7 +124,7 @@ def _sums_of_sequences(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
 
 
 def with_prompts(weights: WeightTotals[Tensor], group_slots: Tensor) -> WeightTotals[Tensor]:
-    """Adds the level of prompts, ``[B]``: a prompt's weight is the mean over its sequences with valid tokens."""
+    """Add the level of prompts, ``[B]``: a prompt's weight is the mean over its sequences with valid tokens."""
 
     def of_prompts(levels: WeightLevels[Tensor]) -> WeightLevels[Tensor]:
         rows = levels.rows.excess
