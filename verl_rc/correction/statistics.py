@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import vecdot
 from torch.nn.functional import pad
 
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
@@ -119,7 +118,7 @@ def sequence_totals(
         begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
         full = FullTotals(
             log_ratio=extremes(ratio.values, ratio.ones),
-            token_ratios=Moments(sequence_sum(ratio.excess), ratio.tokens, vecdot(ratio.excess, ratio.excess)),
+            token_ratios=ratio.ratios,
             row_ratios=Moments(product, ratio.real, product.square()),
             turns=tuple(gap(ratio, here * ratio.ones) for here in buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)),
             splits=_splits(ratio, rejection, settings, facts),
@@ -131,7 +130,6 @@ def sequence_totals(
 def _gap_means(ratio: LogRatio) -> Means:
     """How far the policies are apart, before any weight or rule."""
     tokens, real, response = ratio.tokens, ratio.real, ratio.response_tokens
-    excess, square = sequence_sum(ratio.excess), vecdot(ratio.excess, ratio.excess)
     train, difference = ratio.mean(sequence_sum(ratio.train)), -ratio.mean(ratio.sums)
     rollout = train + difference
     return {
@@ -144,9 +142,9 @@ def _gap_means(ratio: LogRatio) -> Means:
         "ppl_ratio": Mean(real * difference.exp(), real),
         "kl": Mean(-ratio.sums, tokens),
         # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
-        "k3_kl": Mean((excess - sequence_sum(ratio.bounded)).clamp_min(0.0), tokens),
+        "k3_kl": Mean((ratio.ratios.total - sequence_sum(ratio.precise)).clamp_min(0.0), tokens),
         # rho^2 - 1 from rho - 1: exact near 0, and no second exponential.
-        "chi2_token": Mean(square + 2.0 * excess, tokens),
+        "chi2_token": Mean(ratio.ratios.square + 2.0 * ratio.ratios.total, tokens),
         "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(ratio.sums)), real),
         "nonfinite_token_fraction": Mean(response - tokens, response),
         "safety_clamped_fraction": Mean(ratio.count(torch.ne, ratio.values, ratio.bounded), tokens),
