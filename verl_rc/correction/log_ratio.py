@@ -71,11 +71,6 @@ class LogRatio:
         return sums / self.tokens.clamp_min(1.0)
 
     @cached_property
-    def precise_ones(self) -> Tensor:
-        """``ones`` in float64, for arithmetic with float64: operands of two types cost a conversion each time."""
-        return self.ones.double()
-
-    @cached_property
     def bounded(self) -> Tensor:
         """Log-ratios within ±``LOG_RATIO_BOUND``."""
         return bound_log_ratio(self.values)
@@ -120,11 +115,15 @@ class LogRatio:
             divergence = torch.maximum(divergence, binary_kl(log_p, log_q))
         return divergence.clamp_min_(0.0)  # rounding may leave a little below 0
 
-    def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
-        """Number of valid tokens of each sequence for which ``compare(values, bound)`` holds; float64 ``[b]``."""
-        # Comparisons that write bools, and products with bools, take three times as long on a CPU.
-        counts: Tensor = vecdot(compare(values, bound, out=torch.empty_like(self.ones)), self.ones)
-        return counts.double()
+    def count(self, found: Tensor) -> Tensor:
+        """Number of valid tokens of each sequence where ``found``, ``[b, t]``, is 1 and not 0; float64 ``[b]``."""
+        return (found * self.ones).sum(dim=-1).double()
+
+
+def indicator(compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
+    """1 where ``compare(values, bound)`` holds, and 0 elsewhere; of the shape and type of ``values``."""
+    # Comparisons that write bools, and products with bools, take three times as long on a CPU.
+    return compare(values, bound, out=torch.empty_like(values))
 
 
 def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
 from verl_rc.correction.by_age import buckets, gap, totals_by_age
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Means, Rejection, exclusive_fractions, rejection_means, rule_totals
 from verl_rc.correction.sequences import SequenceContext
@@ -112,7 +112,7 @@ def sequence_totals(
         by_age, age = totals_by_age(ratio, ages, rejection, weights), extremes(ages, ratio.ones)
         means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), ratio.tokens)
     if settings.full:
-        means["log_ratio_exact_fraction"] = Mean(ratio.count(torch.eq, ratio.values, 0.0), ratio.tokens)
+        means["log_ratio_exact_fraction"] = Mean(ratio.count(indicator(torch.eq, ratio.values, 0.0)), ratio.tokens)
         means["safety_clamped_seq_fraction"] = Mean(ratio.sums.abs() > LOG_RATIO_BOUND, ratio.real)
         mask, product = ratio.response.bool(), torch.expm1(bound_log_ratio(ratio.sums))
         begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
@@ -147,7 +147,7 @@ def _gap_means(ratio: LogRatio) -> Means:
         "chi2_token": Mean(ratio.ratios.square + 2.0 * ratio.ratios.total, tokens),
         "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(ratio.sums)), real),
         "nonfinite_token_fraction": Mean(response - tokens, response),
-        "safety_clamped_fraction": Mean(ratio.count(torch.ne, ratio.values, ratio.bounded), tokens),
+        "safety_clamped_fraction": Mean(ratio.count(indicator(torch.ne, ratio.values, ratio.bounded)), tokens),
     }
 
 
@@ -157,7 +157,7 @@ def _splits(ratio: LogRatio, rejection: Rejection, settings: CorrectionSettings,
     splits = exclusive_fractions(ratio, rejection) if settings.rejects else {}
     if facts.advantages is not None:
         for name, found in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
-            kept = rejection.keep_rows * sequence_sum(found * rejection.keep_tokens * ratio.response)
+            kept = rejection.keep_rows * sequence_sum(found * rejection.keep_tokens)
             splits[f"kept_fraction_{name}_advantage"] = Mean(kept, sequence_sum(found * ratio.response))
     response, kept = ratio.response_tokens, rejection.kept
     groups = {f"length_le_{edge}": (response > low) & (response <= edge) for low, edge in pairwise((0, *LENGTH_EDGES))}
