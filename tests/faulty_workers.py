@@ -1,7 +1,7 @@
 """Workers that go wrong on request, at the places where real systems did; for tests of the proofs and guards."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
+from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.workers.actor_correction import ActorCorrection
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
@@ -51,7 +52,7 @@ class FaultyEngine(RolloutEngine):
                 transfer.model.load_weights = load
             self._loop.call(lambda sampler: sampler.llm.llm_engine.set_weight_version(str(version)))
             self.reset_prefix_cache()
-            return [{"digests": transfer.digests, "not_loaded": []}]
+            return [asdict(LoadReceipt(transfer.digests, []))]
 
         transfer.model.load_weights = lambda tensors: load(self._as_loaded(tensors, held))
         try:

@@ -26,7 +26,7 @@ from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import GapLimit
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
+from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 STEPS = 4
 WIDTH = 7
@@ -132,7 +132,7 @@ class World:
 
     def update(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: Any, request: UpdateRequest
-    ) -> Timed[UpdateReport]:
+    ) -> Timed[ActorReport]:
         """In step 2 the first gradient is not finite and the other mini-batches are empty; in step 3 all are empty."""
         planned = [mini.num_loss_tokens for mini in mini_batches]
         empty = [0] * len(planned)
@@ -141,7 +141,8 @@ class World:
         self.updates += 1
         self.trained += 0.1 + 0.01 * float((batch.advantages * batch.loss_mask).abs().sum())
         records = [Metric("actor/grad_norm", norm) for norm in norms]
-        return Timed(UpdateReport([*records, Metric("rollout_corr/skipped_updates", kept.count(0))], kept), 0.5)
+        records.append(Metric("rollout_corr/skipped_updates", kept.count(0)))
+        return Timed(ActorReport(records, norms, kept), 0.5)
 
     def save(self, folder: Path) -> list[Any]:
         folder.mkdir()

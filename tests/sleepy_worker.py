@@ -5,9 +5,9 @@ import time
 from verl_rc.data.batches import TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.workers.actor_correction import ActorCorrection
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
 class SleepyPolicyWorker(PolicyWorker):
@@ -15,7 +15,7 @@ class SleepyPolicyWorker(PolicyWorker):
 
     updates = 0
 
-    def update(self, batch: TrainBatch, request: UpdateRequest) -> UpdateReport:
+    def update(self, batch: TrainBatch, request: UpdateRequest) -> ActorReport:
         self.updates += 1
         return super().update(batch, request)
 

@@ -65,8 +65,8 @@ def trainer_alone(folder: Path, rollouts_of_engine: bytes, results: Any) -> None
     from verl_rc.distributed.process_group import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
     from verl_rc.rollout.collect import build_rollout_batch
-    from verl_rc.workers.actor_update import UpdateRequest
     from verl_rc.workers.policy_worker import PolicyWorker
+    from verl_rc.workers.updates import UpdateRequest
 
     config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
     requests, completions = pickle.loads(rollouts_of_engine)

@@ -19,7 +19,7 @@ from verl_rc.cluster.environment import engine_environment
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
-from verl_rc.weight_sync.proof import SyncProofError, check_receipts
+from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
 from verl_rc.weight_sync.transfer_group import TransferAddress
@@ -54,7 +54,11 @@ def sender(model: Any) -> Iterator[WeightSender]:
         yield WeightSender(ModelWeights(model), rank=0, wire_dtype="float32", bucket_bytes=BUCKET_BYTES)
 
 
-def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[dict[str, Any]]:
+def receipts(answer: list[dict[str, Any]]) -> list[LoadReceipt]:
+    return [LoadReceipt(**plain) for plain in answer]
+
+
+def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[LoadReceipt]:
     """One update, in the order in which a driver has to make the calls; returns the engine's receipts."""
     (share,) = choose_offering_ranks([sender.device_key()], engine.call("device_keys"))
     engine.call("begin_update")
@@ -63,7 +67,7 @@ def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[di
             engine.call("load_bucket", sender.offer(index, share))
     finally:
         sent = sender.release()
-    received: list[dict[str, Any]] = engine.call("finish_update", version)
+    received = receipts(engine.call("finish_update", version))
     check_receipts(sender.manifest, sent, [received], version)
     return received
 
@@ -111,7 +115,7 @@ def test_a_broadcast_loads_the_same_weights(model: Any, sender: WeightSender, en
     engine.answer()
     engine.ask("receive_weights", sender.manifest.to_plain(), BUCKET_BYTES, 7)
     sent = sender.send()
-    received = engine.answer()
+    received = receipts(engine.answer())
     check_receipts(sender.manifest, sent, [received], 7)
     assert received == lent
     assert gap_to_model(model, engine, 7) < 1e-4
@@ -142,7 +146,7 @@ def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, en
         if index != 1:
             engine.call("load_bucket", handle)
     with pytest.raises(SyncProofError, match="must receive all"):
-        check_receipts(sender.manifest, sender.release(), [engine.call("finish_update", 5)], 5)
+        check_receipts(sender.manifest, sender.release(), [receipts(engine.call("finish_update", 5))], 5)
 
 
 def samples(count: int, first: int = 0) -> list[Sample]:

@@ -50,9 +50,9 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
     from verl_rc.distributed.process_group import RankAddress
     from verl_rc.ppo.mini_batches import MiniBatchShare
     from verl_rc.workers.actor_correction import ActorCorrection
-    from verl_rc.workers.actor_update import UpdateRequest
     from verl_rc.workers.micro_batches import ObjectiveTotals
     from verl_rc.workers.policy_worker import PolicyWorker
+    from verl_rc.workers.updates import UpdateRequest
 
     torch.set_num_threads(1)
     config = small_run_config(folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01")

@@ -29,7 +29,7 @@ def compute_advantages(  # noqa: PLR0913 - a public entry point, called with key
     sum_pi_squared: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes advantages and returns of a whole batch, without gradient.
+    """Compute advantages and returns of a whole batch, without gradient.
 
     Both are 0 outside the response; NaN in any input outside the response is harmless. A finite reward outside the
     response (tool output after the last token of the policy) is credited to the response token before it. Rows

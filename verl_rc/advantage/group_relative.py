@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ STD_EPSILON = 1e-6
 
 
 def row_scores(inputs: AdvantageInputs) -> Tensor:
-    """Sums each row's rewards over all positions: [B], float64, in units of reward.
+    """Sum each row's rewards over all positions: [B], float64, in units of reward.
 
     Rewards outside the response (a score written on a tool's output) count; NaN and infinities there do not.
     """
@@ -44,7 +45,7 @@ def grpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Rewards only a group's best answer, by its lead over the second best (Pass@k training, arXiv:2503.19595).
+    """Reward only a group's best answer, by its lead over the second best (Pass@k training, arXiv:2503.19595).
 
     A = (s_max − s_second) / (std_g + 1e-6) on the best row's tokens, undivided without `norm_adv_by_std_in_grpo`; 0 on
     all others. Equal best scores have no lead, and the only row of a group has no second: both give 0.
@@ -134,7 +135,7 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("gdpo")
 def gdpo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Normalises each part of the reward within its group before adding them up (GDPO, arXiv:2601.05242).
+    """Normalise each part of the reward within its group before adding them up (GDPO, arXiv:2601.05242).
 
     A = Σ_k w_k (s_k − mean_g) / (std_g + 1e-6) on every response token, then whitened over the batch's response tokens;
     the only row of a group has (s_k − 0) / (1 + 1e-6) in the place of the fraction.
@@ -178,7 +179,7 @@ def _normalised(groups: Groups, scores: Tensor) -> Tensor:
 
 
 def _broadcast_over_tokens(row_advantages: Tensor, inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """Broadcasts each row's advantage [B] to its response tokens; returns equal advantages."""
+    """Broadcast each row's advantage [B] to its response tokens; the returns are the same."""
     per_row = row_advantages.to(inputs.token_level_rewards.dtype).unsqueeze(-1)
     advantages = torch.where(inputs.response_mask, per_row, 0)
     return advantages, advantages
@@ -236,3 +237,15 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]
     )
     advantages, returns = optimal_token_baseline(packed)
     return order.unpack(advantages), order.unpack(returns)
+
+
+def informative_groups(values: Sequence[float], group_ids: Sequence[int]) -> list[int]:
+    """Groups whose samples do not all have the same value, in order of appearance (DAPO, arXiv:2503.14476).
+
+    ``values`` and ``group_ids`` hold one entry per sample. Advantages that compare samples of one prompt are 0 in all other
+    groups. A sample alone in its group counts as informative: there is nothing it could equal.
+    """
+    by_group: dict[int, list[float]] = {}
+    for group, value in zip(group_ids, values, strict=True):
+        by_group.setdefault(group, []).append(value)
+    return [group for group, of_group in by_group.items() if len(of_group) == 1 or min(of_group) < max(of_group)]

@@ -29,7 +29,7 @@ class Groups:
     num_groups: int
 
     def sum(self, values: Tensor) -> Tensor:
-        """Adds up the counted rows of `values` [B, ...] per group: [num_groups, ...]."""
+        """Add up the counted rows of `values` [B, ...] per group: [num_groups, ...]."""
         counted = self.counted.view(-1, *(1,) * (values.ndim - 1))
         sums = values.new_zeros((self.num_groups, *values.shape[1:]))
         return sums.index_add(0, self.index, values.where(counted, 0))
@@ -40,7 +40,7 @@ class Groups:
         return values.new_full((self.num_groups,), -torch.inf).scatter_reduce(0, self.index, values, "amax")
 
     def per_row(self, values: Tensor) -> Tensor:
-        """Spreads values of groups [num_groups, ...] over their rows: [B, ...]."""
+        """Spread values of groups [num_groups, ...] over their rows: [B, ...]."""
         return values[self.index]
 
     def sizes(self, dtype: torch.dtype) -> Tensor:
@@ -58,7 +58,7 @@ class Groups:
 
 
 def make_groups(group_ids: Sequence[Hashable] | Tensor, counted: Tensor) -> Groups:
-    """Numbers the groups.
+    """Number the groups.
 
     Args:
         group_ids: B identifiers of prompts, strings or integers, or an integer tensor [B]; order means nothing.
@@ -119,7 +119,7 @@ _FUNCTIONS: NamedFunctions[AdvantageEstimator] = NamedFunctions(
 
 
 def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Makes a function known as an advantage estimator under `name`, for use as a decorator.
+    """Make a function known as an advantage estimator under `name`, for use as a decorator.
 
     Raises:
         ValueError: when the name is taken by another function.
@@ -128,12 +128,12 @@ def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], Ad
 
 
 def advantage_estimator_names() -> tuple[str, ...]:
-    """Returns the names of all registered estimators and their aliases."""
+    """The names of all registered estimators and their aliases."""
     return _FUNCTIONS.names()
 
 
 def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
-    """Finds an estimator by its registered name, or imports it by ``module:function``.
+    """Find an estimator by its registered name, or import it by ``module:function``.
 
     Raises:
         ValueError: when there is no such estimator.
@@ -142,7 +142,7 @@ def resolve_advantage_estimator(name: str) -> AdvantageEstimator:
 
 
 def required(value: Tensor | None, name: str, estimator: str) -> Tensor:
-    """Returns an optional input that this estimator cannot do without.
+    """An optional input that this estimator cannot do without.
 
     Raises:
         ValueError: when it is None.
@@ -153,7 +153,7 @@ def required(value: Tensor | None, name: str, estimator: str) -> Tensor:
 
 
 def required_groups(inputs: AdvantageInputs, estimator: str) -> Groups:
-    """Returns the groups for an estimator that compares rows of one prompt.
+    """The groups for an estimator that compares rows of one prompt.
 
     Raises:
         ValueError: when the caller gave no group identifiers.

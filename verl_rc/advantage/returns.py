@@ -30,23 +30,23 @@ class ResponseOrder:
 
     @classmethod
     def from_mask(cls, response_mask: Tensor) -> ResponseOrder:
-        """Numbers the response tokens of each row from 0."""
+        """Number the response tokens of each row from 0."""
         mask = response_mask.bool()
         return cls(mask, (mask.cumsum(dim=-1) - 1).clamp_(min=0))
 
     def pack(self, values: Tensor) -> Tensor:
-        """Moves the values of response tokens to the left of the row, without gaps; 0 elsewhere."""
+        """Move the values of response tokens to the left of the row, without gaps; 0 elsewhere."""
         return self._scatter(values.where(self.mask, 0))
 
     def pack_rewards(self, rewards: Tensor) -> Tensor:
-        """Moves rewards to the left like `pack`, crediting one outside the mask to the response token before it.
+        """Move rewards to the left like `pack`, crediting one outside the mask to the response token before it.
 
         All finite rewards are kept unless the row has no response token; NaN and infinities outside the mask are dropped.
         """
         return self._scatter(zero_nonfinite_outside(rewards, self.mask))
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Moves packed values back to their positions; 0 outside the mask."""
+        """Move packed values back to their positions; 0 outside the mask."""
         return packed.gather(-1, self.slot).where(self.mask, 0)
 
     def _scatter(self, values: Tensor) -> Tensor:
@@ -54,12 +54,12 @@ class ResponseOrder:
 
 
 def zero_nonfinite_outside(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """Sets NaN and infinities outside the response to 0, [B, T]."""
+    """Set NaN and infinities outside the response to 0, [B, T]."""
     return torch.where(response_mask, rewards, rewards.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
 
 def discounted_suffix_sums(terms: Tensor, discount: float) -> Tensor:
-    """Solves x_t = b_t + c · x_{t+1} along the last dimension, with x = 0 past its end.
+    """Solve x_t = b_t + c · x_{t+1} along the last dimension, with x = 0 past its end.
 
     Blocks of 64 positions are one matrix product with c^(j − i); the blocks' first values obey the same recursion with
     c^64, so the function calls itself on them. No loop over time: log_64(T) steps.
@@ -105,7 +105,7 @@ def gae(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def generalised_returns(rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float) -> Tensor:
-    """Computes the λ-returns A_t + V_t of the response tokens, 0 elsewhere.
+    """Compute the λ-returns A_t + V_t of the response tokens, 0 elsewhere.
 
     Args:
         rewards: [B, T], in units of reward.
@@ -164,7 +164,7 @@ def remax(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 
 def returns_to_go(rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
-    """Computes G_t = r_t + γ G_{t+1} over the response tokens of each row, 0 elsewhere.
+    """Compute G_t = r_t + γ G_{t+1} over the response tokens of each row, 0 elsewhere.
 
     Args:
         rewards: [B, T], in units of reward.

@@ -16,7 +16,7 @@ def apply_kl_in_reward(
     kl_coef: float,
     kind: str = "kl",
 ) -> tuple[Tensor, Tensor]:
-    """Subtracts the estimated divergence from each response token's score (arXiv:1909.08593).
+    """Subtract the estimated divergence from each response token's score (arXiv:1909.08593).
 
     r = s − β KL_t(policy ‖ reference) on response tokens; elsewhere r = s. NaN outside the response is harmless.
 

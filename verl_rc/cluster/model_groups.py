@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -12,12 +12,18 @@ from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit
-from verl_rc.metrics import Metric
 from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.transfer_group import TransferAddress
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.host import usable_cores
+from verl_rc.workers.updates import ActorReport, UpdateReport, UpdateRequest
+
+Report = TypeVar("Report", bound=UpdateReport)
+
+
+def _over_ranks(reports: Sequence[Report]) -> Report:
+    """One report: the metrics of all ranks, and what is the same on all of them."""
+    return replace(reports[0], metrics=[metric for report in reports for metric in report.metrics])
 
 
 class ActorGroup(RankGroup):
@@ -38,13 +44,11 @@ class ActorGroup(RankGroup):
 
     def update(
         self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit, request: UpdateRequest
-    ) -> Timed[UpdateReport]:
+    ) -> Timed[ActorReport]:
         """One optimizer step per mini-batch on all ranks; ``request`` holds all arguments but the rows. Merges all reports."""
         parts = self.split(batch, mini_batches, limit)
         answers = self.call_update([(rows, replace(request, mini_batches=own)) for rows, own in parts])
-        reports: list[UpdateReport] = answers.result
-        whole = replace(reports[0], metrics=[metric for report in reports for metric in report.metrics])
-        return Timed(whole, answers.busy_seconds)
+        return Timed(_over_ranks(answers.result), answers.busy_seconds)
 
     def manifest(self) -> Manifest:
         """The manifest of a weight update."""
@@ -86,10 +90,10 @@ class CriticGroup(RankGroup):
         """Values ``[B, R]`` of all rows."""
         return self.score_one("compute_values", tokens, limit)
 
-    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> Timed[list[Metric]]:
-        """One optimizer step per mini-batch on all ranks; returns the metric records of all ranks."""
+    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> Timed[UpdateReport]:
+        """One optimizer step per mini-batch on all ranks. Merges all reports."""
         answers = self.call_update(self.split(batch, mini_batches, limit))
-        return Timed([metric for of_rank in answers.result for metric in of_rank], answers.busy_seconds)
+        return Timed(_over_ranks(answers.result), answers.busy_seconds)
 
 
 class ReferenceGroup(RankGroup):

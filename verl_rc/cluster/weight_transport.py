@@ -1,6 +1,6 @@
 """The two weight transports from the actor to the engines, on the driver's side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
@@ -9,12 +9,18 @@ from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import wait_for_all
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
+from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.sender import SendReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_ranks
 from verl_rc.weight_sync.transfer_group import TransferAddress
 
-Receipts = Sequence[Sequence[dict[str, Any]]]
+Receipts = Sequence[Sequence[LoadReceipt]]
 """For each engine, one receipt per worker."""
+
+
+def _receipts(answers: Iterable[Sequence[dict[str, Any]]]) -> Receipts:
+    """From what the engines answer."""
+    return [[LoadReceipt(**plain) for plain in workers] for workers in answers]
 
 
 class WeightTransport(Protocol):
@@ -52,7 +58,7 @@ class BroadcastTransport:
         receiving = self._engines.receive_weights(self._manifest, self._bucket_bytes, version)
         sending = self._actor.send_weights()
         received, sent = self._engines.wait(receiving, beside=sending)
-        return sent[0], list(received.values())
+        return sent[0], _receipts(received.values())
 
 
 class IpcTransport:
@@ -82,7 +88,7 @@ class IpcTransport:
             raise
         finally:
             sent = wait_for_all(self._actor.release_bucket())[0]
-        return sent, self._engines.finish_update(version)
+        return sent, _receipts(self._engines.finish_update(version))
 
 
 def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> WeightTransport:

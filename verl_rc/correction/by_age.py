@@ -19,7 +19,7 @@ NUM_AGES = 5
 
 def totals_by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weights | None) -> tuple[AgeTotals[Tensor], ...]:
     """What every row adds by age; ``ages`` int64 ``[b, t]`` are updates since the weights that sampled each token."""
-    keep = ratio.response * (rejection.keep_tokens & rejection.keep_rows[:, None])
+    keep = rejection.keep_tokens * rejection.keep_rows[:, None]
     found: list[AgeTotals[Tensor]] = []
     for here in buckets(ages, NUM_AGES):
         # Rejected of response tokens, the rest of valid tokens: one without a finite log-prob has no gap and no weight.
@@ -28,7 +28,7 @@ def totals_by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: 
         if weights is not None:
             # Where all tokens of a row share a weight, each of them counts with it.
             raw, applied = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
-            of_weights, truncated = sums_of_tokens(applied * ones, ones), sequence_sum((raw != applied) * ones)
+            of_weights, truncated = sums_of_tokens(applied * ones, ones, ones.sum(dim=-1)), sequence_sum((raw != applied) * ones)
         found.append(AgeTotals(gap(ratio, ones), Mean(response - sequence_sum(keep * here), response), of_weights, truncated))
     return tuple(found)
 

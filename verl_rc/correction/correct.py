@@ -171,13 +171,14 @@ class _Outputs:
         rejected = (ratio.response_tokens > 0) & (rejection.kept == 0)
         self.rejected_rows.index_copy_(0, chunk.rows, rejected)
         self._keep_rows.index_copy_(0, chunk.rows, rejection.keep_rows)
-        chunk.write(rejection.keep_tokens, self._keep_tokens)
+        if rejection.tokens:
+            chunk.write((ratio.response - rejection.keep_tokens).bool().logical_not_(), self._keep_tokens)
         if weights is not None and self._weights is not None:
             chunk.write(weights.applied, self._weights)
 
     def keep_mask(self) -> Tensor:
         """bool ``[B, T]``; rows are rejected with the padding that no chunk reaches."""
-        return self._keep_tokens.logical_and_(self._keep_rows[:, None])
+        return self._keep_rows[:, None].expand_as(self._keep_tokens).contiguous().logical_and_(self._keep_tokens)
 
     def normalised_weights(self, statistics: CorrectionStatistics, settings: CorrectionSettings) -> Tensor | None:
         """``[B, T]``, divided by the batch's mean weight where that was asked for; None: there are none."""

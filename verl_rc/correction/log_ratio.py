@@ -11,7 +11,7 @@ from torch.linalg import vecdot
 
 from verl_rc.config.rejection_rules import Divergence
 from verl_rc.correction.sequences import LogProbs
-from verl_rc.correction.totals import Extremes
+from verl_rc.correction.totals import Extremes, Moments
 from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate
 
 PROBABILITY_MARGIN = 1e-8
@@ -33,8 +33,7 @@ class LogRatio:
     """``[b, t]``: 1 for valid tokens, that is response tokens with two finite log-probs, and 0 elsewhere."""
     response: Tensor
     """``[b, t]``: 1 for response tokens, and 0 elsewhere."""
-    train: Tensor
-    """``[b, t]``: log-probs of the valid tokens under the train policy, nats."""
+    log_probs: LogProbs
     tokens: Tensor
     """float64 ``[b]``: valid tokens."""
     response_tokens: Tensor
@@ -45,18 +44,22 @@ class LogRatio:
     @classmethod
     def from_log_probs(cls, log_probs: LogProbs) -> "LogRatio":
         """No gradient flows through the result. What stands outside the mask is never read."""
-        train, dtype = log_probs.train.detach().to(log_probs.dtype), log_probs.dtype
-        difference = train - log_probs.rollout.detach().to(dtype)
+        dtype = log_probs.dtype
+        difference = log_probs.train.detach().to(dtype) - log_probs.rollout.detach().to(dtype)
         values = torch.nan_to_num(difference, 0.0, 0.0, 0.0)
         # By way of integers: a CPU turns bools to floats one by one, three times slower.
         response = log_probs.response_mask.bool().int().to(dtype)
         # A difference is finite only where both log-probs are: infinite ones that are equal leave NaN, too.
-        ones = torch.eq(values, difference, out=torch.empty_like(values)).mul_(response)
-        # What is not finite is 0 by now: 0 times infinity would be NaN.
-        values, train = values.mul_(ones), torch.nan_to_num(train, 0.0, 0.0, 0.0).mul_(ones)
+        ones = torch.eq(values, difference, out=difference).mul_(response)
+        values.mul_(ones)  # what is not finite is 0 by now: 0 times infinity would be NaN
         # A count is exact in float32, too, up to 16 million.
         tokens, response_tokens = ones.sum(dim=-1).double(), response.sum(dim=-1).double()
-        return cls(values, ones, response, train, tokens, response_tokens, sequence_sum(values))
+        return cls(values, ones, response, log_probs, tokens, response_tokens, sequence_sum(values))
+
+    @cached_property
+    def train(self) -> Tensor:
+        """``[b, t]``: log-probs of the valid tokens under the train policy, nats."""
+        return torch.nan_to_num(self.log_probs.train.detach().to(self.log_probs.dtype), 0.0, 0.0, 0.0).mul_(self.ones)
 
     @cached_property
     def real(self) -> Tensor:
@@ -68,26 +71,31 @@ class LogRatio:
         return sums / self.tokens.clamp_min(1.0)
 
     @cached_property
-    def precise_ones(self) -> Tensor:
-        """``ones`` in float64, for arithmetic with float64: operands of two types cost a conversion each time."""
-        return self.ones.double()
-
-    @cached_property
     def bounded(self) -> Tensor:
         """Log-ratios within ±``LOG_RATIO_BOUND``."""
         return bound_log_ratio(self.values)
 
     @cached_property
+    def precise(self) -> Tensor:
+        """``bounded`` in float64."""
+        return self.bounded.double()
+
+    @cached_property
     def excess(self) -> Tensor:
         """``rho - 1 = exp(bounded l) - 1``, float64, exact near 0."""
         # Log-ratios are often 1e-4 and less: exp(l) - 1 would keep few of their digits in float64 and none in float32.
-        return torch.expm1(self.bounded.double())
+        return torch.expm1(self.precise)
+
+    @cached_property
+    def ratios(self) -> Moments[Tensor]:
+        """Of ``rho - 1``."""
+        return Moments(sequence_sum(self.excess), self.tokens, vecdot(self.excess, self.excess))
 
     @cached_property
     def k3(self) -> Tensor:
         """``exp(l) - 1 - l >= 0``, float64: ``k3_estimate`` with the exponential that weights and metrics take, too."""
         # Near 0 both terms agree in most digits, and what rounding leaves of their difference can be negative.
-        return (self.excess - self.bounded.double()).clamp_min_(0.0)
+        return (self.excess - self.precise).clamp_min_(0.0)
 
     def divergence(self, name: Divergence) -> Tensor:
         """The statistic of a rule for each token, by the name in ``RejectionRule.divergence``."""
@@ -107,11 +115,15 @@ class LogRatio:
             divergence = torch.maximum(divergence, binary_kl(log_p, log_q))
         return divergence.clamp_min_(0.0)  # rounding may leave a little below 0
 
-    def count(self, compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
-        """Number of valid tokens of each sequence for which ``compare(values, bound)`` holds; float64 ``[b]``."""
-        # Comparisons that write bools, and products with bools, take three times as long on a CPU.
-        counts: Tensor = vecdot(compare(values, bound, out=torch.empty_like(self.ones)), self.ones)
-        return counts.double()
+    def count(self, found: Tensor) -> Tensor:
+        """Number of valid tokens of each sequence where ``found``, ``[b, t]``, is 1 and not 0; float64 ``[b]``."""
+        return (found * self.ones).sum(dim=-1).double()
+
+
+def indicator(compare: Callable[..., Tensor], values: Tensor, bound: float | Tensor) -> Tensor:
+    """1 where ``compare(values, bound)`` holds, and 0 elsewhere; of the shape and type of ``values``."""
+    # Comparisons that write bools, and products with bools, take three times as long on a CPU.
+    return compare(values, bound, out=torch.empty_like(values))
 
 
 def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:

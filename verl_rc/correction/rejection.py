@@ -7,11 +7,21 @@ from torch import Tensor
 
 from verl_rc.config.rejection_rules import BoundedRule, RejectionRule
 from verl_rc.config.rollout_correction import CorrectionSettings
-from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.totals import Mean, Moments, RuleTotals
 
 Means = dict[str, Mean[Tensor]]
 """By name of the metric what every row adds to a mean or a share."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a rule found: per token ``[b, t]``, for ``seq_*`` rules per sequence, float64 ``[b]``."""
+
+    statistic: Tensor
+    above: Tensor
+    """1 where the statistic is above its bounds, and 0 elsewhere."""
+    below: Tensor
 
 
 @dataclass(frozen=True)
@@ -23,13 +33,13 @@ class Rejection:
     rows: dict[str, Tensor]
     """``[b]``: rows that are rejected as a whole."""
     keep_tokens: Tensor
-    """bool ``[b, t]``: False for tokens that are rejected by themselves."""
+    """``[b, t]``: 1 for response tokens that are not rejected by themselves."""
     keep_rows: Tensor
     """bool ``[b]``: False for rows that are rejected as a whole."""
     kept_by_tokens: Tensor
     """float64 ``[b]``: response tokens that are not rejected by themselves."""
-    statistics: dict[str, Tensor]
-    """By rule what it looked at: ``[b, t]``, float64 ``[b]`` for ``seq_*`` rules."""
+    judged: dict[str, Judged]
+    """What each rule found."""
 
     @property
     def kept(self) -> Tensor:
@@ -44,15 +54,16 @@ def find_rejected(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
     non-finite log-probs rules see a ratio of 1 under ``nonfinite_logprob=neutral``, and no rule applies otherwise.
     """
     # Every cause applies to all sampled tokens, not to what another one has left: their order does not matter.
-    tokens, rows, statistics = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+    tokens, rows, found = dict[str, Tensor](), dict[str, Tensor](), dict[str, Judged]()
     judged = ratio.response if settings.nonfinite == "neutral" else ratio.ones
     for rule in settings.rules:
-        statistic = statistics[rule.name] = rule_statistic(rule.rule, ratio)
-        outside = (statistic > rule.upper) | (statistic < rule.lower)
+        statistic = rule_statistic(rule.rule, ratio)
+        above, below = indicator(torch.gt, statistic, rule.upper), indicator(torch.lt, statistic, rule.lower)
+        found[rule.name] = Judged(statistic, above, below)
         if rule.rule.is_per_token:
-            tokens[rule.name] = outside * judged
+            tokens[rule.name] = (above + below).mul_(judged)
         else:
-            rows[rule.name] = outside * ratio.real
+            rows[rule.name] = (above + below).mul_(ratio.real)
     if settings.opsm_threshold is not None:
         if advantages is None:
             threshold = f"rollout_opsm_threshold={settings.opsm_threshold}"
@@ -63,13 +74,16 @@ def find_rejected(ratio: LogRatio, settings: CorrectionSettings, advantages: Ten
         tokens["opsm"] = ratio.response * ((advantages < 0) & drifted[:, None])
     if settings.log_veto is not None:
         # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
-        rows["veto"] = ratio.count(torch.lt, ratio.values, settings.log_veto).clamp_max(1.0)
+        rows["veto"] = ratio.count(indicator(torch.lt, ratio.values, settings.log_veto)).clamp_max(1.0)
     if settings.nonfinite == "reject_token":
         tokens["nonfinite"] = ratio.response - ratio.ones
     elif settings.nonfinite == "reject_sequence":
         rows["nonfinite"] = (ratio.tokens < ratio.response_tokens).double()
-    keep_tokens, keep_rows = _num_causes(tokens, ratio.ones) == 0, _num_causes(rows, ratio.tokens) == 0
-    return Rejection(tokens, rows, keep_tokens, keep_rows, sequence_sum(keep_tokens * ratio.response), statistics)
+    keep_tokens, kept = ratio.response, ratio.response_tokens
+    if tokens:
+        keep_tokens = indicator(torch.eq, _num_causes(tokens, ratio.ones), 0.0).mul_(ratio.response)
+        kept = keep_tokens.sum(dim=-1).double()
+    return Rejection(tokens, rows, keep_tokens, _num_causes(rows, ratio.tokens) == 0, kept, found)
 
 
 def _num_causes(causes: dict[str, Tensor], like: Tensor) -> Tensor:
@@ -93,18 +107,19 @@ def rule_totals(rule: BoundedRule, ratio: LogRatio, rejection: Rejection) -> tup
 
     Sums over tokens take the statistic of a ``seq_*`` rule for each token of the row.
     """
-    tokens, real, statistic = ratio.tokens, ratio.real, rejection.statistics[rule.name]
+    found = rejection.judged[rule.name]
+    tokens, real, statistic = ratio.tokens, ratio.real, found.statistic
     # Clamped values are counted from the bound nearest to 0: those of two policies that agree add nothing, not even rounding.
     clamped = statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
     if rule.rule.is_per_token:
         clamped, total, seen = clamped * ratio.ones, sequence_sum(statistic), extremes(statistic, ratio.ones)
         row, moments = ratio.mean(total), Moments(sequence_sum(clamped), tokens, sequence_sum(clamped.square()))
-        above, below = ratio.count(torch.gt, statistic, rule.upper), ratio.count(torch.lt, statistic, rule.lower)
+        above, below = ratio.count(found.above), ratio.count(found.below)
         judged, rejected = tokens, above + below
     else:
         row, total, seen = statistic, tokens * statistic, extremes(statistic, tokens)
         moments = Moments(tokens * clamped, tokens, tokens * clamped.square())
-        above, below = real * (row > rule.upper), real * (row < rule.lower)
+        above, below = real * found.above, real * found.below
         judged, rejected = real, tokens * (above + below)
     rows_above, rows_below = real * (row > rule.upper), real * (row < rule.lower)
     if rule.rule.bounds_ratio:  # k1 is minus the log-ratio: where it is small, the ratio is high
@@ -133,7 +148,7 @@ def rejection_means(ratio: LogRatio, rejection: Rejection, settings: CorrectionS
         means["rollout_rs_seq_masked_fraction"] = Mean(kept < response, answered)
         means["rollout_rs_seq_rejected_fraction"] = Mean(answered * (kept == 0), answered)
     if settings.log_veto is not None:
-        vetoing = ratio.count(torch.lt, ratio.values, settings.log_veto)
+        vetoing = ratio.count(indicator(torch.lt, ratio.values, settings.log_veto))
         means["rollout_is_veto_fraction"] = Mean(rejection.rows["veto"], ratio.real)
         means["rollout_is_catastrophic_token_fraction"] = Mean(vetoing, ratio.tokens)
     if settings.opsm_threshold is not None:

@@ -41,7 +41,7 @@ def sequence_chunks(response_mask: Tensor) -> list[SequenceChunk]:
         order = torch.arange(num_rows, device=response_mask.device)
         return [SequenceChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
     numbers = torch.arange(1, width + 1, dtype=torch.int32)
-    lengths, order = in_row_blocks(lambda mask: (mask.bool() * numbers).amax(dim=-1), response_mask).sort()
+    lengths, order = in_row_blocks(lambda mask: mask.bool().int().mul_(numbers).amax(dim=-1), response_mask).sort()
     reach, chunks, last = lengths.tolist(), [], num_rows
     while last > 0:
         longest = max(reach[last - 1], 1)

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import vecdot
 from torch.nn.functional import pad
 
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
 from verl_rc.correction.by_age import buckets, gap, totals_by_age
 from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
-from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Means, Rejection, exclusive_fractions, rejection_means, rule_totals
 from verl_rc.correction.sequences import SequenceContext
@@ -113,13 +112,13 @@ def sequence_totals(
         by_age, age = totals_by_age(ratio, ages, rejection, weights), extremes(ages, ratio.ones)
         means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), ratio.tokens)
     if settings.full:
-        means["log_ratio_exact_fraction"] = Mean(ratio.count(torch.eq, ratio.values, 0.0), ratio.tokens)
+        means["log_ratio_exact_fraction"] = Mean(ratio.count(indicator(torch.eq, ratio.values, 0.0)), ratio.tokens)
         means["safety_clamped_seq_fraction"] = Mean(ratio.sums.abs() > LOG_RATIO_BOUND, ratio.real)
         mask, product = ratio.response.bool(), torch.expm1(bound_log_ratio(ratio.sums))
         begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
         full = FullTotals(
             log_ratio=extremes(ratio.values, ratio.ones),
-            token_ratios=Moments(sequence_sum(ratio.excess), ratio.tokens, vecdot(ratio.excess, ratio.excess)),
+            token_ratios=ratio.ratios,
             row_ratios=Moments(product, ratio.real, product.square()),
             turns=tuple(gap(ratio, here * ratio.ones) for here in buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS)),
             splits=_splits(ratio, rejection, settings, facts),
@@ -131,7 +130,6 @@ def sequence_totals(
 def _gap_means(ratio: LogRatio) -> Means:
     """How far the policies are apart, before any weight or rule."""
     tokens, real, response = ratio.tokens, ratio.real, ratio.response_tokens
-    excess, square = sequence_sum(ratio.excess), vecdot(ratio.excess, ratio.excess)
     train, difference = ratio.mean(sequence_sum(ratio.train)), -ratio.mean(ratio.sums)
     rollout = train + difference
     return {
@@ -144,12 +142,12 @@ def _gap_means(ratio: LogRatio) -> Means:
         "ppl_ratio": Mean(real * difference.exp(), real),
         "kl": Mean(-ratio.sums, tokens),
         # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
-        "k3_kl": Mean((excess - sequence_sum(ratio.bounded)).clamp_min(0.0), tokens),
+        "k3_kl": Mean((ratio.ratios.total - sequence_sum(ratio.precise)).clamp_min(0.0), tokens),
         # rho^2 - 1 from rho - 1: exact near 0, and no second exponential.
-        "chi2_token": Mean(square + 2.0 * excess, tokens),
+        "chi2_token": Mean(ratio.ratios.square + 2.0 * ratio.ratios.total, tokens),
         "chi2_seq": Mean(torch.expm1(2.0 * bound_log_ratio(ratio.sums)), real),
         "nonfinite_token_fraction": Mean(response - tokens, response),
-        "safety_clamped_fraction": Mean(ratio.count(torch.ne, ratio.values, ratio.bounded), tokens),
+        "safety_clamped_fraction": Mean(ratio.count(indicator(torch.ne, ratio.values, ratio.bounded)), tokens),
     }
 
 
@@ -159,7 +157,7 @@ def _splits(ratio: LogRatio, rejection: Rejection, settings: CorrectionSettings,
     splits = exclusive_fractions(ratio, rejection) if settings.rejects else {}
     if facts.advantages is not None:
         for name, found in (("positive", facts.advantages > 0), ("negative", facts.advantages < 0)):
-            kept = rejection.keep_rows * sequence_sum(found * rejection.keep_tokens * ratio.response)
+            kept = rejection.keep_rows * sequence_sum(found * rejection.keep_tokens)
             splits[f"kept_fraction_{name}_advantage"] = Mean(kept, sequence_sum(found * ratio.response))
     response, kept = ratio.response_tokens, rejection.kept
     groups = {f"length_le_{edge}": (response > low) & (response <= edge) for low, edge in pairwise((0, *LENGTH_EDGES))}

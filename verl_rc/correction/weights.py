@@ -9,7 +9,7 @@ from torch.linalg import vecdot
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.config.thresholds import Threshold
-from verl_rc.correction.log_ratio import LogRatio, extremes, sequence_sum
+from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.rejection import Means
 from verl_rc.correction.totals import Mean, Moments, WeightLevels, WeightSums, WeightTotals
 from verl_rc.tensor_ops import bound_log_ratio
@@ -56,11 +56,13 @@ def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights
         logs = ratio.values.cumsum(dim=-1, dtype=torch.float64)
         raw = torch.expm1(bound_log_ratio(logs))
     excess = bounded_excess(raw, threshold)
-    applied = ((1.0 + excess) * weighted).to(dtype)
-    # Where no token is valid, prefixes run on, and a band without 1 in it leaves -1.
+    applied = (1.0 + excess).to(dtype).mul_(weighted)
+    # Where no token is valid, prefixes run on, and bounds without 1 in them leave another weight.
     if level == "prefix":
-        logs, raw = logs * ratio.precise_ones, raw * ratio.precise_ones
-    return Weights(logs, raw, excess * ratio.precise_ones, applied)
+        logs, raw = logs * ratio.ones, raw * ratio.ones
+    if level == "prefix" or not threshold.keeps_one:
+        excess = excess * ratio.ones
+    return Weights(logs, raw, excess, applied)
 
 
 def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
@@ -87,8 +89,8 @@ def weight_totals(
         high, low, judged, outside = rows_high, rows_low, real, tokens * (rows_high + rows_low)
     else:
         # Logarithms are compared, not weights: they are known beyond the safety bound, too.
-        high = ratio.count(torch.gt, weights.logs, math.log(threshold.upper))
-        low = ratio.count(torch.lt, weights.logs, math.log(threshold.reciprocal_lower))
+        high = ratio.count(indicator(torch.gt, weights.logs, math.log(threshold.upper)))
+        low = ratio.count(indicator(torch.lt, weights.logs, math.log(threshold.reciprocal_lower)))
         judged, outside = tokens, high + low
     means = {
         "rollout_is_ratio_fraction_high": Mean(high, judged),
@@ -105,15 +107,15 @@ def _levels(excess: Tensor, ratio: LogRatio) -> WeightLevels[Tensor]:
     """What each sequence adds. ``excess`` is ``w - 1``: ``[b, t]``, or ``[b]`` with one weight per sequence."""
     if excess.ndim == 1:
         return WeightLevels(_sums_of_sequences(excess, ratio.tokens), _sums_of_sequences(excess, ratio.real))
-    tokens = sums_of_tokens(excess, ratio.precise_ones)
+    tokens = sums_of_tokens(excess, ratio.ones, ratio.tokens)
     return WeightLevels(tokens, _sums_of_sequences(ratio.mean(tokens.excess.total), ratio.real))
 
 
-def sums_of_tokens(excess: Tensor, ones: Tensor) -> WeightSums[Tensor]:
-    """What each sequence adds. ``excess`` is ``w - 1`` per token, ``ones`` 1 for tokens that count; float64 ``[b, t]``."""
+def sums_of_tokens(excess: Tensor, ones: Tensor, count: Tensor) -> WeightSums[Tensor]:
+    """What each sequence adds. ``excess`` is ``w - 1`` of the ``count`` tokens where ``ones`` is 1, and 0 where it is 0."""
     w = excess + ones
-    moments = Moments(sequence_sum(excess), sequence_sum(ones), vecdot(excess, excess))
-    return WeightSums(moments, vecdot(w, w), extremes(w, ones))
+    moments = Moments(sequence_sum(excess), count, vecdot(excess, excess))
+    return WeightSums(moments, vecdot(w, w), extremes(w.to(ones.dtype), ones))
 
 
 def _sums_of_sequences(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
@@ -124,7 +126,7 @@ def _sums_of_sequences(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
 
 
 def with_prompts(weights: WeightTotals[Tensor], group_slots: Tensor) -> WeightTotals[Tensor]:
-    """Adds the level of prompts, ``[B]``: a prompt's weight is the mean over its sequences with valid tokens."""
+    """Add the level of prompts, ``[B]``: a prompt's weight is the mean over its sequences with valid tokens."""
 
     def of_prompts(levels: WeightLevels[Tensor]) -> WeightLevels[Tensor]:
         rows = levels.rows.excess

@@ -9,6 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.advantage.reward_shaping import overlong_penalty
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError
@@ -20,7 +21,6 @@ from verl_rc.driver import weights
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.train_batch import informative_groups
 from verl_rc.rewards import RewardOutput
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed

@@ -1,7 +1,6 @@
 """The words of the loop, one short function each."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, Timed, TrainBa
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.metrics import Metric, health
+from verl_rc.metrics import health
 from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
@@ -24,7 +23,7 @@ from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
+from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
 def evaluate(services: Services, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
@@ -152,14 +151,14 @@ def update_critic(
     with record.stage("update_critic"):
         answer = services.critic.update(rows, mini_batches, critic_limit(services.config))
     record.add_busy("update_critic", answer.busy_seconds)
-    record.add_records(answer.result)
-    return _grad_norms("critic", answer.result)
+    record.add_records(answer.result.metrics)
+    return answer.result.grad_norms
 
 
 def update_actor(
     services: Services, state: RunState, batch: TrainBatch, control: Control, record: StepRecord
-) -> tuple[UpdateReport, list[float]]:
-    """One optimizer step per mini-batch and epoch; returns what the ranks report, and the gradient norms."""
+) -> ActorReport:
+    """One optimizer step per mini-batch and epoch."""
     actor, correction = services.config.actor_rollout_ref.actor, services.config.algorithm.rollout_correction
     options = MiniBatchOptions(
         rows_per_mini_batch=actor.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
@@ -177,17 +176,12 @@ def update_actor(
     record.add_busy("update_actor", answer.busy_seconds)
     report = answer.result
     record.add_records(report.metrics)
-    norms, planned = _grad_norms("actor", report.metrics), [mini.num_loss_tokens for mini in mini_batches]
+    planned = [mini.num_loss_tokens for mini in mini_batches]
     record.ledger.book({"rejected": int(torch.count_nonzero(batch.response_mask & ~batch.loss_mask))})
-    record.ledger.book(accounts_of_update(planned, report.kept_tokens, norms, actor.ppo_epochs))
+    record.ledger.book(accounts_of_update(planned, report.kept_tokens, report.grad_norms, actor.ppo_epochs))
     if actor.use_kl_loss:
         record.add({"actor/kl_coef": actor.kl_loss_coef})
-    return report, norms
-
-
-def _grad_norms(role: str, records: Sequence[Metric]) -> list[float]:
-    """Gradient norms before clipping, one for each optimizer step."""
-    return [record.value for record in records if record.name == f"{role}/grad_norm"]
+    return report
 
 
 def dump_rollouts(services: Services, samples: Samples, step: int, record: StepRecord) -> None:

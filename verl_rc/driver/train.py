@@ -82,9 +82,9 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
         guards.book_withheld(batch, record)
         return
     control = Control.from_config(config.algorithm, state.control)
-    report, norms = stages.update_actor(services, state, batch, control, record)
+    report = stages.update_actor(services, state, batch, control, record)
     state.skipped_updates = count_skipped_updates(state.skipped_updates, report.kept_tokens, correction.max_skipped_updates)
-    state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", norms, limit)
+    state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", report.grad_norms, limit)
     if report.correction is not None and report.gap is not None:  # bypass mode: the actor has corrected
         stages.describe_correction(services, report.correction, control, record)
         state.control = control.after_correction(report.correction).state

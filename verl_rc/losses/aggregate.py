@@ -36,7 +36,7 @@ class Aggregation:
     loss_scale_factor: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuses a mode that does not exist."""
+        """Refuse a mode that does not exist."""
         if self.mode not in AGGREGATION_MODES:
             raise ValueError(
                 f"the aggregation mode (actor_rollout_ref.actor.loss_agg_mode) must be one of "
@@ -45,15 +45,15 @@ class Aggregation:
 
     @classmethod
     def from_name(cls, aggregation: str | Aggregation) -> Aggregation:
-        """Accepts a mode's name where a record is expected."""
+        """Accept a mode's name where a record is expected."""
         return aggregation if isinstance(aggregation, Aggregation) else cls(mode=aggregation)
 
     def with_mode(self, mode: LossAggregation) -> Aggregation:
-        """Returns the same denominators under another mode, for losses that define their own average."""
+        """The same denominators under another mode, for losses that define their own average."""
         return replace(self, mode=mode)
 
     def reduce(self, token_loss: Tensor, mask: Tensor, denominator_mask: Tensor | None = None) -> Tensor:
-        """Applies `aggregate_loss` with the denominators of this record."""
+        """Apply `aggregate_loss` with the denominators of this record."""
         return aggregate_loss(
             token_loss,
             mask,
@@ -74,7 +74,7 @@ def aggregate_loss(
     num_sequences: Count | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """Averages token losses; micro-batches that share the denominators add up to the loss of their union.
+    """Average token losses; micro-batches that share the denominators add up to the loss of their union.
 
     With l the losses, m the mask, d the denominator mask, N the tokens and S the sequences of the whole mini-batch:
 
@@ -135,7 +135,7 @@ def aggregate_loss(
 
 
 def _positive(count: Count, like: Tensor) -> Tensor:
-    """Turns a count into a divisor; an empty mini-batch divides its zero by one."""
+    """Turn a count into a divisor; an empty mini-batch divides its zero by one."""
     # A tensor comparison: in Python, `if count` would make the host wait for a count on a device.
     divisor = torch.as_tensor(count, dtype=like.dtype, device=like.device)
     return divisor.where(divisor > 0, torch.ones_like(divisor))
@@ -156,16 +156,16 @@ class LossMetric:
     denominator: Tensor
 
     def __add__(self, other: LossMetric) -> LossMetric:
-        """Merges two disjoint parts of a batch."""
+        """Merge two disjoint parts of a batch."""
         return LossMetric(self.numerator + other.numerator, self.denominator + other.denominator)
 
     def mean(self) -> Tensor:
-        """Returns the mean as a 0-d tensor; 0 when nothing was counted."""
+        """The mean as a 0-d tensor; 0 when nothing was counted."""
         return self.numerator / self.denominator.clamp(min=1)
 
 
 def token_metric(values: Tensor, mask: Tensor) -> LossMetric:
-    """Sums `values` over the tokens in `mask`.
+    """Sum `values` over the tokens in `mask`.
 
     Args:
         values: [B, T], any unit; booleans count as 0 and 1.

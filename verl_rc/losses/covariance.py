@@ -56,7 +56,7 @@ def kl_cov_loss(inputs: PolicyLossInputs) -> tuple[Tensor, LossMetrics]:
 
 
 def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:
-    """Sums advantages and current log-probs over the trained tokens; add up over the mini-batch, then take means.
+    """Sum advantages and current log-probs over the trained tokens; add up over the mini-batch, then take means.
 
     In float64, so that the mean of equal advantages is that advantage, however the mini-batch is split: a rounding error
     in its place would order the tokens by log-prob.
@@ -65,7 +65,7 @@ def covariance_means(inputs: PolicyLossInputs) -> tuple[LossMetric, LossMetric]:
 
 
 def selection_scores(name: str, inputs: PolicyLossInputs, advantage_mean: Tensor, log_prob_mean: Tensor) -> Tensor:
-    """Orders the tokens by how early they are selected.
+    """Order the tokens by how early they are selected.
 
     Args:
         name: the loss; ``kl_cov`` orders by covariance, ``clip_cov`` by a hash among the tokens in its band.
@@ -96,7 +96,7 @@ def selection_size(name: str, inputs: PolicyLossInputs, num_tokens: Tensor) -> T
 
 
 def selection_threshold(scores: Tensor, size: Tensor) -> Tensor:
-    """Finds the score of the last selected token: the `size`-th largest; the smallest when there are fewer.
+    """The score of the last selected token: the `size`-th largest; the smallest when there are fewer.
 
     Args:
         scores: any shape, int64; of the whole mini-batch, or the `size` largest of each of its parts.
@@ -111,12 +111,12 @@ def selection_threshold(scores: Tensor, size: Tensor) -> Tensor:
 
 
 def selection_counts(scores: Tensor, threshold: Tensor) -> Tensor:
-    """Counts tokens with a score above the threshold and at it: int64 [2]; add up over the mini-batch."""
+    """Count tokens with a score above the threshold and at it: int64 [2]; add up over the mini-batch."""
     return torch.stack([(scores > threshold).sum(), (scores == threshold).sum()])
 
 
 def share_at_threshold(counts: Tensor, size: Tensor) -> Tensor:
-    """Divides the places left among the tokens at the threshold.
+    """Divide the places left among the tokens at the threshold.
 
     Args:
         counts: int64 [2]; `selection_counts` of the whole mini-batch.

@@ -79,13 +79,13 @@ class PolicyLossInputs:
         return bound_log_ratio(self.log_probs - self.old_log_probs)
 
     def reduce(self, token_loss: Tensor, aggregation: Aggregation | None = None) -> Tensor:
-        """Applies the importance weights to each token's loss and aggregates over `loss_mask`."""
+        """Apply the importance weights to each token's loss and aggregate over `loss_mask`."""
         if self.rollout_is_weights is not None:
             token_loss = token_loss * self.rollout_is_weights
         return (aggregation or self.aggregation).reduce(token_loss, self.loss_mask, self.denominator_mask)
 
     def mean_over_tokens(self, values: Tensor) -> LossMetric:
-        """Reports the mean of `values` over `loss_mask`."""
+        """The mean of `values` over `loss_mask`."""
         return token_metric(values, self.loss_mask)
 
     def ppo_kl_metrics(self) -> dict[str, LossMetric]:
@@ -103,7 +103,7 @@ _FUNCTIONS: NamedFunctions[PolicyLoss] = NamedFunctions("policy loss", "actor_ro
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Makes a function known as a policy loss under `name`, for use as a decorator.
+    """Make a function known as a policy loss under `name`, for use as a decorator.
 
     Raises:
         ValueError: when the name is taken by another function.
@@ -112,12 +112,12 @@ def register_policy_loss(name: str) -> Callable[[PolicyLoss], PolicyLoss]:
 
 
 def policy_loss_names() -> tuple[str, ...]:
-    """Returns the names of all registered policy losses."""
+    """The names of all registered policy losses."""
     return _FUNCTIONS.names()
 
 
 def resolve_policy_loss(name: str) -> PolicyLoss:
-    """Finds a policy loss by its registered name, or imports it by ``module:function``.
+    """Find a policy loss by its registered name, or import it by ``module:function``.
 
     Raises:
         ValueError: when there is no such loss.
@@ -126,7 +126,7 @@ def resolve_policy_loss(name: str) -> PolicyLoss:
 
 
 def loss_options(config: object | None) -> LossOptions:
-    """Reads the section `actor_rollout_ref.actor`, as a mapping or as an object with the same names.
+    """Read the section `actor_rollout_ref.actor`, as a mapping or as an object with the same names.
 
     The keys of `policy_loss` are looked for in that subsection first, then beside the others. None gives the defaults.
 
@@ -156,7 +156,7 @@ def _entry(section: object, name: str) -> object | None:
 
 
 def clean_policy_loss_inputs(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """Checks shapes, turns masks into booleans and cuts every value that must not count.
+    """Check shapes, turn masks into booleans and cut every value that must not count.
 
     Raises:
         ValueError: when a tensor is not [B, T] of the shape of `log_probs`.

@@ -30,7 +30,7 @@ def compute_policy_loss(  # noqa: PLR0913 - a public entry point, called with ke
     aggregation: str | Aggregation = "token-mean",
     covariance_statistics: CovarianceStatistics | None = None,
 ) -> tuple[Tensor, LossMetrics]:
-    """Computes a policy loss and its metrics for one micro-batch.
+    """Compute a policy loss and its metrics for one micro-batch.
 
     Args:
         name: a registered loss (`policy_loss_names`) or ``module:function``.
@@ -76,7 +76,7 @@ def compute_entropy_loss(
     denominator_mask: Tensor | None = None,
     aggregation: str | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
-    """Aggregates the policy's entropy; subtract it, times `entropy_coeff`, from the policy loss to raise entropy.
+    """Aggregate the policy's entropy; subtract it, times `entropy_coeff`, from the policy loss to raise entropy.
 
     Args:
         entropy: [B, T], nats; of the distribution at each position; carries the gradient.
@@ -103,7 +103,7 @@ def compute_kl_loss(
     denominator_mask: Tensor | None = None,
     aggregation: str | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
-    """Aggregates an estimate of KL(current ‖ reference); add it, times `kl_loss_coef`, to the policy loss.
+    """Aggregate an estimate of KL(current ‖ reference); add it, times `kl_loss_coef`, to the policy loss.
 
     Args:
         log_probs: [B, T], nats; of the policy being updated; carries the gradient.

@@ -22,7 +22,7 @@ def compute_value_loss(
     cliprange_value: float,
     aggregation: str | Aggregation = "token-mean",
 ) -> tuple[Tensor, LossMetrics]:
-    """Computes the clipped squared error of the critic (PPO, arXiv:1707.06347; the clip is that of its implementation).
+    """Compute the clipped squared error of the critic (PPO, arXiv:1707.06347; the clip is that of its implementation).
 
     ``½ max((v − R)², (clip(v, v_old − c, v_old + c) − R)²)``, aggregated over the mask.
 
@@ -75,17 +75,17 @@ class ExplainedVariance:
     return_square_sum: Tensor
 
     def __add__(self, other: ExplainedVariance) -> ExplainedVariance:
-        """Merges two disjoint parts of a batch."""
+        """Merge two disjoint parts of a batch."""
         return ExplainedVariance(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def fraction(self) -> Tensor:
-        """Returns 1 − Var(R − v) / (Var(R) + 1e-5), 0-d; 1 is perfect, 0 no better than the mean."""
+        """1 − Var(R − v) / (Var(R) + 1e-5), 0-d; 1 is perfect, 0 no better than the mean."""
         unexplained = _variance(self.error_sum, self.error_square_sum, self.count)
         return 1 - unexplained / (_variance(self.return_sum, self.return_square_sum, self.count) + VARIANCE_EPSILON)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> ExplainedVariance:
-    """Sums what `critic/vf_explained_var` needs.
+    """Sum what `critic/vf_explained_var` needs.
 
     Args:
         values: [B, T], in units of reward.

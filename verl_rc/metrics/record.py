@@ -41,7 +41,7 @@ class Metric:
 
 
 def reduce_metrics(records: Iterable[Metric]) -> dict[str, float]:
-    """Reduces records to one number a name.
+    """Reduce records to one number a name.
 
     A mean whose weights are all 0 is omitted. NaN stays NaN in every reduction but ``LAST``.
 

@@ -25,7 +25,7 @@ class KLController:
     horizon: int = 10_000
 
     def __post_init__(self) -> None:
-        """Refuses a controller that could not control."""
+        """Refuse a controller that could not control."""
         if self.kl_coef < 0:
             raise ValueError(f"algorithm.kl_ctrl.kl_coef must be >= 0, got {self.kl_coef}")
         if self.target_kl is not None and not self.target_kl > 0:
@@ -34,7 +34,7 @@ class KLController:
             raise ValueError(f"algorithm.kl_ctrl.horizon must be > 0, got {self.horizon}")
 
     def updated(self, observed_kl: float, num_rows: int) -> "KLController":
-        """Returns the controller after a batch: β ← β (1 + clip(KL / target − 1, ±0.2) · rows / horizon).
+        """The controller after a batch: β ← β (1 + clip(KL / target − 1, ±0.2) · rows / horizon).
 
         Args:
             observed_kl: nats per token; the mean over the batch's rows of `apply_kl_in_reward`'s divergence.

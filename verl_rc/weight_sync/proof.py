@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +15,17 @@ class SyncProofError(RuntimeError):
     """The engines do not hold the weights the trainer has."""
 
 
-def check_receipts(
-    manifest: Manifest, sent: SendReceipt, received: Sequence[Sequence[dict[str, Any]]], version: int
-) -> None:
+@dataclass(frozen=True)
+class LoadReceipt:
+    """What one engine worker received and loaded. vLLM's remote calls carry plain values: it travels as its ``asdict``."""
+
+    digests: dict[str, int]
+    """Of every tensor received, by name."""
+    not_loaded: list[str]
+    """Parameters of the worker's model that no tensor filled."""
+
+
+def check_receipts(manifest: Manifest, sent: SendReceipt, received: Sequence[Sequence[LoadReceipt]], version: int) -> None:
     """Every worker of every engine received every tensor of the manifest, byte for byte, and filled all its parameters.
 
     ``received``: for each engine, one receipt per worker. Raises ``SyncProofError`` with names and counts otherwise.
@@ -31,18 +38,17 @@ def check_receipts(
     for engine, workers in enumerate(received):
         for worker, receipt in enumerate(workers):
             where = f"weight version {version}, rollout engine {engine}, worker {worker}"
-            digests = receipt["digests"]
-            if set(digests) != names:
+            if set(receipt.digests) != names:
                 raise SyncProofError(
-                    f"{where}: must receive all {len(names)} tensors, received {len(digests)}, "
-                    f"missing {listed(names - set(digests))}."
+                    f"{where}: must receive all {len(names)} tensors, received {len(receipt.digests)}, "
+                    f"missing {listed(names - set(receipt.digests))}."
                 )
-            changed = {name for name in names if digests[name] != sent.digests[name]}
+            changed = {name for name in names if receipt.digests[name] != sent.digests[name]}
             if changed:
                 raise SyncProofError(f"{where}: bytes received must equal bytes sent; they differ for {listed(changed)}.")
-            if receipt["not_loaded"]:
+            if receipt.not_loaded:
                 raise SyncProofError(
-                    f"{where}: every parameter of the engine's model must be filled; untouched: {listed(receipt['not_loaded'])}."
+                    f"{where}: every parameter of the engine's model must be filled; untouched: {listed(receipt.not_loaded)}."
                 )
 
 

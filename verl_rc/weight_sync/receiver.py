@@ -5,7 +5,7 @@ loading and empties the parameters, and a quantised engine must quantise again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,8 +15,15 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
+from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
-from verl_rc.weight_sync.transfer_group import Group, TransferAddress, broadcast_from_sender, join_transfer_group
+from verl_rc.weight_sync.transfer_group import (
+    TRANSFER_TIMEOUT_SECONDS,
+    Group,
+    TransferAddress,
+    broadcast_from_sender,
+    join_transfer_group,
+)
 
 BACKEND_NAME = "verl_rc"
 
@@ -31,7 +38,7 @@ class ReceiverAddress(WeightTransferInitInfo):
     first_rank: int = 1
     """Rank of this engine's first worker in the transfer group; its tensor-parallel workers follow."""
     process_group_backend: str = "gloo"
-    timeout_seconds: float = 120.0
+    timeout_seconds: float = TRANSFER_TIMEOUT_SECONDS
 
 
 @dataclass
@@ -122,9 +129,9 @@ class ReceiptExtension:
     weight_transfer_engine: Any
 
     def weight_sync_receipt(self) -> dict[str, Any]:
-        """Digests of what this worker received, and the parameters of its model that no tensor filled."""
+        """``LoadReceipt`` of the last update."""
         engine = self.weight_transfer_engine
-        return {"digests": engine.digests, "not_loaded": sorted(engine.expected - engine.loaded)}
+        return asdict(LoadReceipt(engine.digests, sorted(engine.expected - engine.loaded)))
 
     def weight_sync_device(self) -> str:
         """Key of this worker's device, as trainer ranks name theirs."""

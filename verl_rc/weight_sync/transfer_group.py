@@ -11,6 +11,9 @@ from verl_rc.distributed.process_group import open_store
 
 Group = Any
 """A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``: torch's stubs know neither as a ``ProcessGroup`` nor their options."""
+TRANSFER_TIMEOUT_SECONDS = 120.0
+"""How long a member waits for the others to join, and for one broadcast: members join when all of them are built, and a bucket
+takes seconds, so that whoever takes longer is gone."""
 
 
 class TransferBrokenError(RuntimeError):
@@ -25,7 +28,7 @@ class TransferAddress:
     port: int
     world_size: int
     """One sender plus every engine worker."""
-    timeout_seconds: float = 120.0
+    timeout_seconds: float = TRANSFER_TIMEOUT_SECONDS
 
 
 def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Group:
@@ -46,7 +49,9 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Gr
         options._devices = [gloo.create_default_device()]
         return gloo(store, rank, address.world_size, options)
     if backend == "nccl":
-        return dist.ProcessGroupNCCL(store, rank, address.world_size, dist.ProcessGroupNCCL.Options())
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout  # the default is ten minutes
+        return dist.ProcessGroupNCCL(store, rank, address.world_size, nccl_options)
     raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
 
 

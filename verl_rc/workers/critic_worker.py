@@ -15,6 +15,7 @@ from verl_rc.workers.forward import score_values
 from verl_rc.workers.language_model import load_value_model, torch_dtype
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
 from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
+from verl_rc.workers.updates import UpdateReport
 
 
 class CriticWorker(Learner):
@@ -43,8 +44,8 @@ class CriticWorker(Learner):
             module.eval()
             return score_sequences(tokens, micro_batches, lambda part: [self._values(part)], self._device)
 
-    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatchShare]) -> list[Metric]:
-        """One optimizer step per mini-batch; returns the critic's metrics, to be reduced over ranks."""
+    def update(self, batch: CriticBatch, mini_batches: Sequence[MiniBatchShare]) -> UpdateReport:
+        """One optimizer step per mini-batch."""
         totals = ObjectiveTotals("critic", len(mini_batches))
         with self.model.in_use(with_optimizer=True) as module:
             module.train()
@@ -55,7 +56,7 @@ class CriticWorker(Learner):
                     totals.add_grad_norm(self.model.step())
         # The rate that this step had; advancing the schedule returns it before it moves on.
         learning_rate = Metric("critic/lr", self.model.advance_schedule(), Reduction.LAST)
-        return [learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)]
+        return UpdateReport([learning_rate, *totals.metrics(is_first_rank=self._address.rank == 0)], totals.grad_norms)
 
     def accumulate(self, batch: CriticBatch, share: MiniBatchShare, totals: ObjectiveTotals) -> None:
         """Gradients of one mini-batch."""

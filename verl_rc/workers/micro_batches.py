@@ -23,7 +23,8 @@ class ObjectiveTotals:
         self._num_updates = max(num_updates, 1)
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
         self._averages: dict[str, list[Tensor]] = defaultdict(list)
-        self._grad_norms: list[float] = []
+        self.grad_norms: list[float] = []
+        """Of every optimizer step, before clipping."""
 
     def add(self, objective: Objective) -> None:
         """Add one micro-batch."""
@@ -36,7 +37,7 @@ class ObjectiveTotals:
 
     def add_grad_norm(self, grad_norm: float) -> None:
         """Add the gradient norm of one optimizer step."""
-        self._grad_norms.append(grad_norm)
+        self.grad_norms.append(grad_norm)
 
     def metrics(self, is_first_rank: bool) -> list[Metric]:
         """Metric records whose reduction over ranks is exact; gradient norms are equal on all ranks and come from
@@ -53,8 +54,8 @@ class ObjectiveTotals:
             records.append(Metric(name, numerator / denominator if denominator else 0.0, Reduction.MEAN, denominator))
         # The norm is over the shards of all ranks already: every rank has the same number.
         if is_first_rank:
-            records += [Metric(f"{self._role}/grad_norm", norm) for norm in self._grad_norms]
-            dropped = sum(not math.isfinite(norm) for norm in self._grad_norms)
+            records += [Metric(f"{self._role}/grad_norm", norm) for norm in self.grad_norms]
+            dropped = sum(not math.isfinite(norm) for norm in self.grad_norms)
             records.append(Metric(f"{self._role}/nonfinite_gradients", dropped, Reduction.SUM))
         return records
 

@@ -21,13 +21,13 @@ from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
 from verl_rc.workers.actor_correction import ActorCorrection
-from verl_rc.workers.actor_update import UpdateReport, UpdateRequest
 from verl_rc.workers.forward import ForwardOptions, score_tokens
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.language_model import load_causal_lm, torch_dtype
 from verl_rc.workers.lora import MergedWeights, adapters_off, add_adapters
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
 from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
+from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 _GIB = 1 << 30
 
@@ -100,7 +100,7 @@ class PolicyWorker(Learner):
         scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares)
         return [values for values in (scores.log_probs, scores.entropies, scores.sum_pi_squared) if values is not None]
 
-    def update(self, batch: TrainBatch, request: UpdateRequest) -> UpdateReport:
+    def update(self, batch: TrainBatch, request: UpdateRequest) -> ActorReport:
         """One optimizer step per mini-batch.
 
         Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (bypass mode, where the current
@@ -141,8 +141,8 @@ class PolicyWorker(Learner):
         if correction is not None or covariance_loss_name(self._actor, self._correction) is not None:
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
-            return UpdateReport(records, kept_tokens)
-        return UpdateReport(records, kept_tokens, correction.statistics(), gap)
+            return ActorReport(records, totals.grad_norms, kept_tokens)
+        return ActorReport(records, totals.grad_norms, kept_tokens, correction.statistics(), gap)
 
     def accumulate(
         self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None

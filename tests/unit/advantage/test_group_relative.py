@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from verl_rc.advantage import compute_advantages
+from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS
 
 
@@ -205,3 +206,20 @@ def test_beyond_the_second_longest_row_the_longest_keeps_its_return() -> None:
     assert torch.equal(advantages[0, 4:], returns[0, 4:])
     assert torch.equal(advantages[5], returns[5])
     assert not torch.equal(advantages[0, :4], returns[0, :4])
+
+
+def test_groups_of_one_value_are_left_out() -> None:
+    assert informative_groups([1, 1, 0, 1, 0, 0, 0.5], [7, 7, 3, 3, 9, 9, 5]) == [3, 5]
+
+
+def test_rows_of_a_group_need_not_be_adjacent() -> None:
+    assert informative_groups([0, 1, 1, 1], [2, 4, 2, 4]) == [2]
+
+
+def test_nothing_in_nothing_out() -> None:
+    assert informative_groups([], []) == []
+
+
+def test_one_value_per_sample() -> None:
+    with pytest.raises(ValueError, match="argument"):
+        informative_groups([1.0], [0, 0])

@@ -11,7 +11,7 @@ from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, positions_mask
 from verl_rc.data.samples import Samples
 from verl_rc.ppo.control import Control
-from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, informative_groups, outcome_rewards
+from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, outcome_rewards
 
 LENGTHS = torch.tensor([3, 2, 3, 1])
 SCORES = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -166,20 +166,3 @@ def test_the_optimal_baseline_weighs_rows_by_their_squared_importance(opsm: floa
     assert step.batch.advantages[:2, 0].tolist() == pytest.approx([1 - baseline, -baseline], rel=1e-5)
     uncorrected = estimated("optimal_token_baseline", samples, evaluations)
     assert uncorrected.batch.advantages[:2, 0].tolist() == pytest.approx([0.5, -0.5], rel=1e-5)
-
-
-def test_groups_of_one_value_are_left_out() -> None:
-    assert informative_groups([1, 1, 0, 1, 0, 0, 0.5], [7, 7, 3, 3, 9, 9, 5]) == [3, 5]
-
-
-def test_rows_of_a_group_need_not_be_adjacent() -> None:
-    assert informative_groups([0, 1, 1, 1], [2, 4, 2, 4]) == [2]
-
-
-def test_nothing_in_nothing_out() -> None:
-    assert informative_groups([], []) == []
-
-
-def test_one_value_per_sample() -> None:
-    with pytest.raises(ValueError, match="argument"):
-        informative_groups([1.0], [0, 0])

@@ -1,20 +1,21 @@
 """Receipts and gap limits: each planted fault is named."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
-from verl_rc.weight_sync.proof import GapLimit, LogProbGap, SyncProofError, check_receipts, engine_precision
+from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, SyncProofError, check_receipts, engine_precision
 from verl_rc.weight_sync.sender import SendReceipt
 
 MANIFEST = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
 SENT = SendReceipt({"a": 1, "b": 2}, 20)
 
 
-def receipt(**changes: Any) -> dict[str, Any]:
-    return {"digests": {"a": 1, "b": 2}, "not_loaded": [], **changes}
+def receipt(**changes: Any) -> LoadReceipt:
+    return replace(LoadReceipt({"a": 1, "b": 2}, []), **changes)
 
 
 def test_a_complete_update_passes() -> None:
@@ -30,7 +31,7 @@ def test_a_complete_update_passes() -> None:
         (SENT, receipt(not_loaded=["lm_head.weight"]), "untouched: lm_head.weight"),
     ],
 )
-def test_each_fault_is_named(sent: SendReceipt, received: dict[str, Any], message: str) -> None:
+def test_each_fault_is_named(sent: SendReceipt, received: LoadReceipt, message: str) -> None:
     with pytest.raises(SyncProofError, match=message):
         check_receipts(MANIFEST, sent, [[received]], version=3)
 

@@ -14,9 +14,9 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.weight_sync.proof import SyncProofError
 from verl_rc.workers.actor_correction import ActorCorrection
-from verl_rc.workers.actor_update import UpdateRequest
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.workers.updates import UpdateRequest
 
 
 class TablePolicy(PolicyWorker):

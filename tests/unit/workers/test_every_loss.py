@@ -12,9 +12,9 @@ from verl_rc.config.models import PolicyLossConfig
 from verl_rc.data.batches import TrainBatch
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.actor_update import UpdateRequest
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
+from verl_rc.workers.updates import UpdateRequest
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
 REJECTED = (2,)

@@ -15,11 +15,11 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import AGGREGATION_MODES
 from verl_rc.metrics import reduce_metrics
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.workers.actor_update import UpdateRequest
 from verl_rc.workers.forward import ForwardOptions
 from verl_rc.workers.host import host_memory
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker, memory_metrics
+from verl_rc.workers.updates import UpdateRequest
 
 LENGTHS = [7, 2, 5, 0, 1, 6]
 REJECTED = (2, 5)

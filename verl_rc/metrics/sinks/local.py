@@ -21,23 +21,23 @@ class MetricSink(Protocol):
     """Shows or stores the output of a run. A sink ignores kinds of output that it cannot show."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Takes the reduced metrics of one step."""
+        """Take the reduced metrics of one step."""
         ...
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
-        """Takes a table, such as validation samples; every row has one cell a column."""
+        """Take a table, such as validation samples; every row has one cell a column."""
         ...
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Takes a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
+        """Take a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
         ...
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Sends an alert to the user; ``text`` may have several lines."""
+        """Send an alert to the user; ``text`` may have several lines."""
         ...
 
     def close(self) -> None:
-        """Flushes and closes the sink; nothing may be logged afterwards."""
+        """Flush and close the sink; nothing may be logged afterwards."""
         ...
 
 
@@ -66,7 +66,7 @@ class ConsoleSink:
         self._progress: Progress | None = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Writes one line; moves the bar."""
+        """Write one line; move the bar."""
         now = time.monotonic()
         seconds = metrics.get("timing_s/step", now - self._last_logged)
         self._last_logged = now
@@ -78,18 +78,18 @@ class ConsoleSink:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Shows nothing."""
+        """Show nothing."""
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Writes a line for each line of ``text``."""
+        """Write a line for each line of ``text``."""
         for line in text.splitlines():
             self._console.print(f"warning: {title}: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Take the bar away."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -151,17 +151,17 @@ class JsonlSink:
                 _move_later_steps(path, steps_done)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Appends one line ``{"step": …, name: value, …}``."""
+        """Append one line ``{"step": …, name: value, …}``."""
         self._append("metrics.jsonl", {"step": step, **{name: _json_number(value) for name, value in metrics.items()}})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
-        """Appends one line a row to ``tables/<name>.jsonl``; a slash in the name becomes a hyphen."""
+        """Append one line a row to ``tables/<name>.jsonl``; a slash in the name becomes a hyphen."""
         for row in rows:
             cells = (_json_number(cell) if isinstance(cell, float) else cell for cell in row)
             self._append(f"tables/{name.replace('/', '-')}.jsonl", {"step": step, **dict(zip(columns, cells, strict=True))})
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Appends one line ``{"step", "name", "edges", "counts"}``."""
+        """Append one line ``{"step", "name", "edges", "counts"}``."""
         self._append(
             "histograms.jsonl",
             {
@@ -173,11 +173,11 @@ class JsonlSink:
         )
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Appends one line ``{"step", "title", "text"}`` to ``alerts.jsonl``."""
+        """Append one line ``{"step", "title", "text"}`` to ``alerts.jsonl``."""
         self._append("alerts.jsonl", {"step": step, "title": title, "text": text})
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()

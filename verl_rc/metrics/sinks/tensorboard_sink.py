@@ -13,23 +13,23 @@ class TensorBoardSink:
     """Writes to ``<run_dir>/tensorboard``."""
 
     def __init__(self, run_dir: Path, steps_done: int = 0) -> None:
-        """Opens the event file; TensorBoard hides earlier entries of steps after ``steps_done``."""
+        """Open the event file; TensorBoard hides earlier entries of steps after ``steps_done``."""
         purged = steps_done + 1 if steps_done > 0 else None
         self._writer = torch_tensorboard.SummaryWriter(str(run_dir / "tensorboard"), purge_step=purged)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Writes one scalar a metric."""
+        """Write one scalar a metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
-        """Writes a Markdown table as text."""
+        """Write a Markdown table as text."""
         lines = [columns, ["---"] * len(columns), *rows]
         self._writer.add_text(name, "\n".join("| " + " | ".join(map(_markdown, line)) + " |" for line in lines), step)
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Writes a histogram; sums are taken at bin centres, since the values themselves are gone."""
+        """Write a histogram; sums are taken at bin centres, since the values themselves are gone."""
         centres = [(low + high) / 2 for low, high in pairwise(edges)]
         pairs = list(zip(centres, counts, strict=True))
         self._writer.add_histogram_raw(
@@ -45,11 +45,11 @@ class TensorBoardSink:
         )
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Writes the text below ``alerts``."""
+        """Write the text below ``alerts``."""
         self._writer.add_text("alerts", f"**{_markdown(title)}**<br>{_markdown(text)}", step)
 
     def close(self) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         self._writer.close()
 
 

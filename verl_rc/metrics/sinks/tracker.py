@@ -31,22 +31,22 @@ class Tracker:
         self.run_id = run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Takes the reduced metrics of one step."""
+        """Take the reduced metrics of one step."""
         for sink in self._sinks:
             sink.log(metrics, step)
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Sends an alert to the user."""
+        """Send an alert to the user."""
         for sink in self._sinks:
             sink.alert(title, text, step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
-        """Takes a table, such as validation samples; every row has one cell a column."""
+        """Take a table, such as validation samples; every row has one cell a column."""
         for sink in self._sinks:
             sink.log_table(name, columns, rows, step)
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Takes a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``.
+        """Take a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``.
 
         Raises:
             ValueError: there is not exactly one edge more than counts.
@@ -59,7 +59,7 @@ class Tracker:
             sink.log_histogram(name, edges, counts, step)
 
     def close(self) -> None:
-        """Closes every sink, also when one of them fails."""
+        """Close every sink, also when one of them fails."""
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
@@ -74,7 +74,7 @@ def open_tracker(
     total_steps: int,
     previous: PreviousRun | None = None,
 ) -> Tracker:
-    """Opens the sinks named in ``trainer.logger``.
+    """Open the sinks named in ``trainer.logger``.
 
     ``config`` (the resolved configuration) is for W&B, ``total_steps`` for the console; ``previous`` is given for a resumed run,
     which continues the earlier output.

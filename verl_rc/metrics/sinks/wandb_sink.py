@@ -104,27 +104,27 @@ class WandbSink:
         return str(self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Logs the metrics of one step; the summary keeps the best value and step of every headline validation metric."""
+        """Log the metrics of one step; the summary keeps the best value and step of every headline validation metric."""
         self._run.log(dict(metrics), step=step)
         for name, value in metrics.items():
             if name.startswith(_HEADLINE_PREFIX):
                 self._keep_best(name.removeprefix(_HEADLINE_PREFIX), value, step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
-        """Logs a ``wandb.Table``."""
+        """Log a ``wandb.Table``."""
         self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Logs a ``wandb.Histogram``; neighbouring bins are merged because it holds at most 512."""
+        """Log a ``wandb.Histogram``; neighbouring bins are merged because it holds at most 512."""
         edges, counts = join_bins(edges, counts, max_bins=512)
         self._run.log({name: wandb.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
 
     def alert(self, title: str, text: str, step: int) -> None:
-        """Sends an alert by mail or Slack, according to the user's W&B settings; for an offline run, on upload."""
+        """Send an alert by mail or Slack, according to the user's W&B settings; for an offline run, on upload."""
         self._run.alert(title=title, text=f"step {step}\n{text}", level=wandb.AlertLevel.WARN)
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         self._run.finish()
 
     def _keep_best(self, name: str, value: float, step: int) -> None:
@@ -135,7 +135,7 @@ class WandbSink:
 
 
 def join_bins(edges: Sequence[float], counts: Sequence[float], max_bins: int) -> tuple[list[float], list[float]]:
-    """Merges equal numbers of neighbouring bins so that at most ``max_bins`` remain; their counts are added."""
+    """Merge equal numbers of neighbouring bins so that at most ``max_bins`` remain; their counts are added."""
     width = -(-len(counts) // max_bins)
     starts = range(0, len(counts), width)
     return [edges[i] for i in starts] + [edges[-1]], [sum(counts[i : i + width]) for i in starts]

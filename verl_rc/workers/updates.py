@@ -1,4 +1,4 @@
-"""The actor's update: what the driver requests of each rank, and what a rank reports."""
+"""Updates of actor and critic: what the driver requests of each rank, and what a rank reports."""
 
 from dataclasses import dataclass, field
 
@@ -29,6 +29,14 @@ class UpdateReport:
 
     metrics: list[Metric]
     """To be reduced over ranks."""
+    grad_norms: list[float]
+    """Gradient norm of every optimizer step before clipping, over the shards of all ranks."""
+
+
+@dataclass(frozen=True)
+class ActorReport(UpdateReport):
+    """One rank's report on the actor's updates of a step."""
+
     kept_tokens: list[int]
     """Tokens that entered the loss of each mini-batch, over all ranks; 0: it was skipped."""
     correction: CorrectionStatistics | None = None
