@@ -85,7 +85,8 @@ def reading_notes(columns: Columns) -> list[str]:
         f"The run went on at step {first} after it had reached {last}; the steps that it did again count once."
         for first, last in columns.restarts[-3:]
     ]
-    gaps = [(a + 1, b - 1) for a, b in pairwise(steps) if b - a > _usual_distance(steps)]
+    usual = _usual_distance(steps)
+    gaps = [(a + 1, b - 1) for a, b in pairwise(steps) if b - a > usual]
     if gaps:
         named = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:5])
         notes.append(f"{len(gaps)} gap(s) in the steps: {named}{', …' if len(gaps) > 5 else ''}.")

@@ -98,7 +98,7 @@ def test_gaps_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "bad",
-    ["[1, 2]", '{"a": 1}', "nonsense", "[" * 9000, *('{"step": %s}' % step for step in ("-1", '"x"', "1.5", "1e30", "true"))],
+    ["[1, 2]", '{"a": 1}', "nonsense", "[" * 9000, *(f'{{"step": {step}}}' for step in ("-1", '"x"', "1.5", "1e30", "true"))],
 )
 def test_lines_that_are_no_records_are_left_out_and_named(tmp_path, bad):
     run = run_of(tmp_path, {"step": 1, "a/b": 1}, bad, {"step": 2, "a/b": 2})
