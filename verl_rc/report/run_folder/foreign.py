@@ -24,9 +24,7 @@ _EQUAL_NAMES = {
     "sampling/sampling_logp_difference/mean": "sync/rollout_gap_mean",  # TRL, GRPOTrainer: mean |trainer - vLLM log-prob|
     "sampling/sampling_logp_difference/max": "sync/rollout_gap_max",
     "train_rollout_logprob_abs_diff": "sync/rollout_gap_mean",  # slime: mean over samples of |old - rollout log-prob|
-    "train/train_rollout_logprob_abs_diff": "sync/rollout_gap_mean",
     "gen_kl_error": "rollout_corr/k3_kl",  # NeMo-RL, policy loss: k3 over tokens of KL(generation || trainer)
-    "train/gen_kl_error": "rollout_corr/k3_kl",
 }
 _EQUAL_BEGINNINGS = (
     ("actor/rollout_corr/", "rollout_corr/"),  # verl's bypass mode
@@ -44,8 +42,9 @@ _MOST_DUMPED_SAMPLES = 2_000
 
 def catalogue_name(name: str) -> str:
     """The catalogue's name of a metric of another trainer; the name itself where none is known to mean the same."""
-    if name in _EQUAL_NAMES:
-        return _EQUAL_NAMES[name]
+    bare = name.removeprefix("train/")  # slime's and NeMo-RL's section
+    if bare in _EQUAL_NAMES:
+        return _EQUAL_NAMES[bare]
     for theirs, ours in _EQUAL_BEGINNINGS:
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
