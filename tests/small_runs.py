@@ -80,6 +80,7 @@ def run_overrides(task: dict[str, Path], run_folder: Path) -> list[str]:
         "trainer.test_freq=2",
         "trainer.log_val_generations=2",
         "trainer.logger=['console']",
+        "trainer.report=never",
         f"trainer.default_local_dir={run_folder}",
         f"trainer.rollout_data_dir={run_folder / 'rollouts'}",
     ]

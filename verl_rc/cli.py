@@ -1,6 +1,7 @@
 """``verl-rc <subcommand>``: the tools around a training run."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_migrate(subcommands)
     _add_plot(subcommands)
     _add_presets(subcommands)
+    _add_report(subcommands)
     return parser
 
 
@@ -108,6 +110,35 @@ def _add_presets(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     parser = subcommands.add_parser("presets", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     parser.add_argument("names", metavar="NAME", nargs="*", help="presets to print (default: all)")
     parser.set_defaults(run=_presets)
+
+
+def _add_report(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "write report.html: what a run did and what is wrong with it, in words and curves; or several runs compared"
+    parser = subcommands.add_parser("report", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    where = "a run's folder, a log of verl (file logger or console), or TensorBoard event files"
+    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help=where)
+    parser.add_argument("--output", metavar="FILE", type=Path, help="the page (default: RUN/report.html; several runs need it)")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--last", metavar="N", type=_positive, help="only the last N steps")
+    shown.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only steps A to B")
+    parser.add_argument("--max-megabytes", metavar="MB", type=float, default=8.0, help="size of the page (default: 8)")
+    parser.add_argument("--no-text", action="store_true", help="leave prompts and responses out of the page")
+    parser.add_argument("--json", action="store_true", help="print verdict and evidence as JSON")
+    parser.set_defaults(run=_report)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError("it must be at least 1")
+    return number
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if int(first) > int(last):
+        raise ValueError("the first step must not be after the last")
+    return int(first), int(last)
 
 
 def _explain(given: argparse.Namespace) -> int:
@@ -231,6 +262,27 @@ def _plot(given: argparse.Namespace) -> int:
         sys.stdout.write(f"{draw_run(given.folder)}\n")
     except (ValueError, OSError) as error:
         return _refuse("plot", error)
+    return 0
+
+
+def _report(given: argparse.Namespace) -> int:
+    from verl_rc.report.page import PageOptions, Request, write_report  # noqa: PLC0415  (the catalogue and yaml)
+
+    steps = {} if given.steps is None else {"first_step": given.steps[0], "last_step": given.steps[1]}
+    options = PageOptions(not given.no_text, given.max_megabytes)
+    try:
+        report = write_report(Request(tuple(given.paths), given.output, newest_steps=given.last, options=options, **steps))
+    except (ValueError, OSError) as error:
+        return _refuse("report", error)
+    judged = list(zip(report.runs, report.verdicts, strict=True))
+    if given.json:
+        found = [{"name": run.name, "verdict": verdict.as_json()} for run, verdict in judged]
+        sys.stdout.write(f"{json.dumps({'report': str(report.path), 'runs': found}, indent=2)}\n")
+        return 0
+    for run, verdict in judged:
+        lines = verdict.lines()
+        sys.stdout.write("".join(f"{line}\n" for line in ([f"{run.name}: {lines[0]}", *lines[1:]] if len(judged) > 1 else lines)))
+    sys.stdout.write(f"report: {report.path}\n")
     return 0
 
 

@@ -22,6 +22,7 @@ FAULTS = {
     "hydra": ("main_ppo.py", "from omegaconf import OmegaConf"),
     "config-light": ("config/__init__.py", "from torch import Tensor"),
     "plan-light": ("report/plan.py", "import torch"),
+    "report-light": ("report/verdict.py", "import torch"),
     "siblings": ("config/__init__.py", "import verl_rc.metrics"),
 }
 
@@ -50,6 +51,9 @@ def skeleton(tmp_path):
         "weight_sync/receiver.py": "import vllm",
         "metrics/record.py": "import verl_rc.config",
         "report/plan.py": "",
+        "report/page.py": "from verl_rc.report import verdict",
+        "report/run_folder.py": "",
+        "report/verdict.py": "from verl_rc.report import run_folder",
         "ppo/objective.py": "import torch",
         "report/explain.py": "from verl_rc.report import plan",
         "metrics/sinks.py": "import wandb",

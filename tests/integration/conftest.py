@@ -50,11 +50,13 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_run(overrides: list[str], reads: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps with everything, as a user starts it; checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("whole")
-    result = train([*overrides, *of_folder(folder)], reads=reads)
+    result = train([*overrides, *of_folder(folder), "trainer.report=at_end"], reads=reads)
     assert result.returncode == 0, result.stderr[-3000:]
     said = result.stdout.splitlines()
-    assert said[-2] == f"training curves: {folder / 'training_curves.png'}"
-    assert "validation accuracy: " in said[-1]
+    drawn = said.index(f"training curves: {folder / 'training_curves.png'}")
+    assert "validation accuracy: " in said[drawn + 1]
+    assert said[-1] == f"report: {folder / 'report.html'}"
+    assert "The run ended after 4 of 4 steps." in (folder / "report.html").read_text()
     assert (folder / "training_curves.png").read_bytes().startswith(b"\x89PNG")
     assert not left_over_processes()
     return folder

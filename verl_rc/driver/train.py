@@ -8,6 +8,7 @@ from verl_rc.data.batches import PolicyEvaluations, TrainBatch
 from verl_rc.driver import checkpoints, guards, stages, weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.evaluate import validate
+from verl_rc.driver.report_at_end import report_at_end
 from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import Pace, StepRecord
@@ -21,6 +22,7 @@ from verl_rc.report.picture import picture_line
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
     """Set a run up, train, and leave nothing behind but its folder."""
     with (
+        report_at_end(config),
         open_run(config, ray_started) as (services, state),
         services.stop.listening(),
         checkpoints.full_disk_explained(services),

@@ -1,0 +1,140 @@
+"""Every run leaves its page, whatever ended it; and a page that fails changes nothing about the run."""
+
+import json
+import logging
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+from planted_series import healthy, write_run
+
+from verl_rc.config.errors import ConfigError
+from verl_rc.driver import report_at_end as module
+from verl_rc.driver.report_at_end import report_at_end
+from verl_rc.report.run_folder import read_run
+
+
+def config_of(folder, report: str = "at_end"):
+    return SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(folder), report=report))
+
+
+class PlannedError(RuntimeError):
+    """What ends a run."""
+
+
+ENDINGS = [
+    (None, 0, "all done"),
+    (SystemExit(143), 143, "SIGTERM"),
+    (SystemExit(0), 0, "all done"),
+    (SystemExit("text"), 1, "the process ended itself"),
+    (KeyboardInterrupt(), 130, "Ctrl-C"),
+    (PlannedError("two\nlines"), 1, "PlannedError: two lines"),
+    (ConfigError("data.x must be y"), 1, "ConfigError: data.x must be y"),
+]
+
+
+def end(folder, error, **further) -> BaseException | None:
+    """What comes out of a run that ends with ``error``."""
+    try:
+        with report_at_end(config_of(folder, **further)):
+            if error is not None:
+                raise error
+    except BaseException as came:  # noqa: BLE001  (Ctrl-C and exits are what is tested)
+        return came
+    return None
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, logger="verl_rc")
+    logging.getLogger("verl_rc").propagate = True
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(("error", "status", "reason"), ENDINGS)
+def test_how_it_ended_is_kept_and_goes_on(tmp_path, monkeypatch, error, status, reason):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="", stderr=""))
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    assert end(folder, error) is error
+    ending = read_run(folder).ending
+    assert ending is not None
+    assert (ending.status, ending.reason) == (status, reason)
+
+
+def test_the_page_of_a_run_that_was_stopped(tmp_path, said):
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    assert isinstance(end(folder, SystemExit(143)), SystemExit)
+    page = (folder / "report.html").read_text()
+    assert "The run ended after 3 of 3 steps with exit code 143: SIGTERM." in page
+    assert said()[-1] == f"report: {folder / 'report.html'}"
+
+
+def test_a_run_that_was_never_set_up_says_one_thing(tmp_path, said):
+    (tmp_path / "run").mkdir()
+    error = PlannedError("no memory")
+    assert end(tmp_path / "run", error) is error
+    assert [line for line in said() if line.startswith("report: not written (")] == said()
+    assert len(said()) == 1
+
+
+def test_without_a_folder_nothing_is_said(tmp_path, said):
+    assert end(tmp_path / "none", None) is None
+    assert said() == []
+
+
+def test_never(tmp_path):
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    assert end(folder, None, report="never") is None
+    assert not (folder / "report.html").exists()
+
+
+FAILURES = [
+    OSError("no process can be started"),
+    subprocess.TimeoutExpired("report", 60.0),
+    KeyboardInterrupt(),
+    SimpleNamespace(returncode=2, stdout="", stderr="verl-rc report: disk full\n"),
+    SimpleNamespace(returncode=-9, stdout="", stderr=""),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("error", [None, SystemExit(143), PlannedError("x")])
+def test_a_page_that_fails_changes_nothing(tmp_path, monkeypatch, said, failure, error):
+    def run(*_, **__):
+        if isinstance(failure, BaseException):
+            raise failure
+        return failure
+
+    monkeypatch.setattr(subprocess, "run", run)
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert end(folder, error) is error
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert len(said()) == 1
+    assert said()[0].startswith("report: not written")
+
+
+def test_a_folder_that_cannot_be_written_to_changes_nothing(tmp_path, said):
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    (folder / "ending.json").mkdir()
+    (folder / "ending.json" / "x").mkdir()
+    assert end(folder, None) is None
+    assert len(said()) == 1
+    assert said()[0].startswith("report: not written (")
+
+
+def test_a_page_may_take_a_minute(tmp_path, monkeypatch):
+    limits = []
+    done = SimpleNamespace(returncode=0, stdout="", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, timeout, **__: limits.append(timeout) or done)
+    end(write_run(tmp_path / "run", healthy(steps=3)), None)
+    assert limits == [60.0]
+    assert module.ENDING == "ending.json"
+
+
+def test_an_earlier_life_is_forgotten_when_a_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="", stderr=""))
+    folder = write_run(tmp_path / "run", healthy(steps=3))
+    (folder / "ending.json").write_text(json.dumps({"status": 143, "reason": "SIGTERM"}))
+    with report_at_end(config_of(folder)):
+        assert read_run(folder).ending is None

@@ -1,0 +1,272 @@
+"""Each row of the decision table that metrics can speak to: the cause where it is planted, silence beside its bound.
+
+Expected numbers are worked out from the table's definitions: mean ratio = 1 - k1 + k3, gap = sqrt(k3), kept mass = mean ratio.
+"""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted_series import STEPS, healthy, planted, ramp, wave
+
+from verl_rc.report.run_folder.foreign import FILE_LOGGER
+from verl_rc.report.verdict.gap import judge_gap, z_of_mean_ratio
+
+K1, K3, CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
+Z = "rollout_corr/misalignment_z"
+PPO_KL = "actor/ppo_kl"
+
+
+def only(statements):
+    (statement,) = statements
+    return statement
+
+
+def with_mean_ratio(ratio: float, deviation: float = 0.1) -> dict[str, list[float]]:
+    """Moments of ratios with this mean and standard deviation, in every step."""
+    k3 = 0.02
+    return {K1: [k3 + 1 - ratio] * STEPS, K3: [k3] * STEPS, CHI2: [deviation**2 + ratio**2 - 1] * STEPS}
+
+
+def test_healthy_is_rounding():
+    found = only(judge_gap(planted({})))
+    assert (found.cause, found.level, found.row) == ("rounding", "good", 11)
+    assert found.evidence["gap"] == pytest.approx(0.02 / math.sqrt(2), rel=0.05)
+
+
+# ---- Row 1.
+
+
+@pytest.mark.parametrize("name", ["rollout_corr/nonfinite_token_fraction", "rollout_corr/safety_clamped_fraction"])
+def test_row_1_numbers_that_are_not_finite(name):
+    shares = [0.0] * STEPS
+    shares[9] = shares[20] = 0.002
+    found = only(judge_gap(planted({name: shares})))
+    assert (found.cause, found.level, found.confidence, found.row) == ("overflow or empty logits", "fault", "named", 1)
+    assert found.steps == (10, 21)
+    assert "0.200%" in found.text
+    assert f"2 of {STEPS} steps" in found.text
+
+
+def test_row_1_once_is_likely():
+    shares = [0.0] * (STEPS - 1) + [0.5]
+    assert only(judge_gap(planted({"rollout_corr/nonfinite_token_fraction": shares}))).confidence == "likely"
+
+
+# ---- Rows 4 to 7.
+
+
+def test_z_from_the_moments():
+    # 10,000 tokens, deviation 0.1: the mean has a standard error of 0.001.
+    z = z_of_mean_ratio(planted(with_mean_ratio(0.962)))
+    assert z.values == pytest.approx([-38.0] * STEPS)
+
+
+def test_z_counts_tokens_from_lengths_where_no_ledger_is():
+    # 12,000 tokens of which 100 of 120 are responses: 10,000 again.
+    metrics = with_mean_ratio(0.962) | {"perf/total_num_tokens": [12_000.0] * STEPS, "response_length/mean": [100.0] * STEPS}
+    z = z_of_mean_ratio(planted(metrics, without=["ledger/sampled_tokens"]))
+    assert z.values == pytest.approx([-38.0] * STEPS)
+
+
+def test_row_5_a_sampling_filter_of_the_configuration_is_named_with_the_mass_it_keeps():
+    found = only(judge_gap(planted(with_mean_ratio(0.962), {"actor_rollout_ref.rollout.top_p": 0.95})))
+    assert (found.cause, found.level, found.confidence, found.row) == ("sampling filter not mirrored", "fault", "named", 5)
+    assert found.evidence["kept"] == pytest.approx(0.962)
+    assert "96.2%" in found.text
+    assert "top_p=0.95" in found.text
+    assert "actor_rollout_ref.rollout.top_p=1.0" in found.overrides
+
+
+def test_rows_4_to_6_without_a_filter_in_the_configuration_are_likely_only():
+    found = only(judge_gap(planted(with_mean_ratio(0.962))))
+    assert (found.cause, found.confidence) == ("sampling filter, banned token or raw log-probs", "likely")
+
+
+def test_row_7_more_mass_than_there_is():
+    found = only(judge_gap(planted(with_mean_ratio(1.05))))
+    assert (found.cause, found.level, found.row) == ("not the sampled tokens, or not their log-probs", "fault", 7)
+
+
+@pytest.mark.parametrize(("z", "speaks"), [(-7.0, True), (-5.0, False), (7.0, True), (5.0, False)])
+def test_the_bound_of_z(z, speaks):
+    found = judge_gap(planted({Z: [z] * STEPS}))
+    assert (only(found).level == "fault") is speaks
+
+
+def test_one_step_beyond_the_bound_is_a_heavy_tail():
+    z = [0.5] * STEPS
+    z[5], z[12], z[30] = -20.0, 25.0, -9.0
+    assert only(judge_gap(planted({Z: z}))).level == "good"
+    z[6] = -8.0
+    assert only(judge_gap(planted({Z: z}))).level == "fault"
+
+
+def test_verl_with_rejection_says_nothing_about_missing_mass():
+    rejected = {"rollout_corr/rollout_rs_masked_fraction": [0.1] * STEPS}
+    assert only(judge_gap(planted(with_mean_ratio(0.962) | rejected, source=FILE_LOGGER))).row == 11
+    assert only(judge_gap(planted(with_mean_ratio(0.962), source=FILE_LOGGER))).row == 5
+    assert only(judge_gap(planted(with_mean_ratio(0.962) | rejected))).row == 5  # ours measures before rejection
+
+
+# ---- Row 16.
+
+
+def aged(gaps: dict[int, float], noise: float = 0.05) -> dict[str, list[float]]:
+    return {f"rollout_corr/age_{age}_k3_kl": [gap**2 for gap in wave(value, noise)] for age, value in gaps.items()}
+
+
+def test_row_16_the_gap_is_linear_in_age():
+    # The specification's k3 at ages 1, 2 and 4, and bf16's floor at age 0.
+    found = only(judge_gap(planted(aged({0: 0.014, 1: math.sqrt(8e-4), 2: math.sqrt(2.6e-3), 4: math.sqrt(0.010)}))))
+    assert (found.cause, found.confidence, found.row) == ("staleness", "named", 16)
+    assert found.evidence["slope"] == pytest.approx(0.022, rel=0.05)
+    assert "async_training.staleness_threshold=0" in found.overrides
+
+
+def test_row_16_with_two_ages_is_likely_and_without_growth_silent():
+    assert only(judge_gap(planted(aged({0: 0.014, 1: 0.05})))).confidence == "likely"
+    assert only(judge_gap(planted(aged({0: 0.014, 1: 0.024})))).cause == "rounding"  # below twice the floor
+    assert only(judge_gap(planted(aged({0: 0.014, 1: 0.030})))).cause == "staleness"
+    assert only(judge_gap(planted(aged({1: 0.05})))).cause == "rounding"
+
+
+def test_row_16_a_gap_that_scatters_more_than_it_grows_is_silent():
+    assert only(judge_gap(planted(aged({0: 0.014, 1: 0.05, 2: 0.014, 3: 0.06}, 0.5)))).cause == "rounding"
+
+
+# ---- Row 18.
+
+
+def pinned(slope: float, floor: float = 0.014) -> dict[str, list[float]]:
+    """Each step moves the policy by sqrt(2 * 5e-4) = 0.0316 nats; the gap has grown by slope times all of it."""
+    moved = [math.sqrt(2 * 5e-4) * step for step in range(STEPS)]
+    k3 = [(floor + slope * distance) ** 2 for distance in moved]
+    return {PPO_KL: [5e-4] * STEPS, K3: k3, K1: k3}
+
+
+def test_row_18_old_weights_from_the_start():
+    found = only(judge_gap(planted(pinned(0.5))))
+    assert (found.cause, found.level, found.confidence, found.row) == ("weights never arrive", "fault", "named", 18)
+    assert found.evidence["slope"] == pytest.approx(0.5)
+    assert found.evidence["r"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("slope", "row"), [(0.15, 18), (0.07, 20)])
+def test_row_18_a_slow_growth_is_not_old_weights(slope, row):
+    assert only(judge_gap(planted(pinned(slope)))).row == row
+
+
+def test_row_18_says_nothing_of_a_gap_that_stays():
+    steady = planted({PPO_KL: [5e-4] * STEPS})
+    assert only(judge_gap(steady)).row == 11
+
+
+@pytest.mark.parametrize(("noise", "row"), [(0.15, 18), (0.6, 20)])
+def test_row_18_needs_a_straight_line(noise, row):
+    chance = random.Random(3)
+    k3 = [value * (1 + noise * chance.uniform(-1, 1)) ** 2 for value in pinned(0.15)[K3]]
+    assert only(judge_gap(planted(pinned(0.15) | {K3: k3, K1: k3}))).row == row
+
+
+# ---- Row 19.
+
+
+def late(floor: float = 0.01, age: float = 0.0, shift: int = 1) -> dict[str, list[float]]:
+    chance = random.Random(1)
+    moved = [10 ** chance.uniform(-4, -2.5) for _ in range(STEPS)]
+    gap = [floor] * shift + [math.sqrt(floor**2 + 1.6 * kl) for kl in moved[: STEPS - shift]]
+    k3 = [value**2 for value in gap]
+    return {PPO_KL: moved, K3: k3, K1: k3, "rollout_corr/token_age_mean": [age] * STEPS}
+
+
+def test_row_19_the_gap_follows_the_update_before():
+    found = only(judge_gap(planted(late())))
+    assert (found.cause, found.level, found.confidence, found.row) == ("one version late", "fault", "likely", 19)
+
+
+def test_row_19_is_silent_for_samples_that_are_said_to_be_old_and_for_other_lags():
+    assert only(judge_gap(planted(late(age=1.0)))).row != 19
+    assert only(judge_gap(planted(late(shift=3)))).row != 19
+
+
+# ---- Rows 11 and 20.
+
+
+@pytest.mark.parametrize(("times", "row"), [(1.7, 11), (2.6, 20)])
+def test_row_20_begins_at_twice_the_first_gap(times, row):
+    k3 = [value**2 for value in ramp(0.014, 0.014 * times * 1.05)]
+    found = only(judge_gap(planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS})))
+    assert found.row == row
+    assert found.level == ("good" if row == 11 else "notice")
+
+
+def test_without_a_comparison_nothing_is_said():
+    gap = [name for name in healthy() if name.startswith("rollout_corr/")]
+    found = only(judge_gap(planted({}, without=gap)))
+    assert (found.level, found.cause) == ("unknown", "not measured")
+    assert "calculate_log_probs" in only(judge_gap(planted({}, without=gap, source=FILE_LOGGER))).sentence
+
+
+def test_a_mean_gap_alone_is_enough_to_say_how_large_it_is():
+    gap = [name for name in healthy() if name.startswith("rollout_corr/")]
+    found = only(judge_gap(planted({"sync/rollout_gap_mean": wave(0.015)}, without=gap)))
+    assert found.evidence["gap"] == pytest.approx(0.015, rel=0.05)
+
+
+# ---- What must never happen.
+
+
+def heavy_tailed_z(chance: random.Random, tokens: int = 50) -> float:
+    """The mean of numbers whose tail has no variance, in its standard errors."""
+    values = [chance.gauss(0, 1) / math.sqrt(chance.random()) for _ in range(tokens)]
+    return math.fsum(values) / math.sqrt(math.fsum(value**2 for value in values))
+
+
+def test_no_healthy_run_is_called_faulty():
+    """Heavy tails, and a gap that wanders by half."""
+    for seed in range(60):
+        chance = random.Random(seed)
+        steps, level, k3, z, moved = 250, 0.0, [], [], []
+        for _ in range(steps):
+            level = 0.95 * level + chance.gauss(0, 0.08)
+            k3.append(2e-4 * math.exp(level))
+            z.append(heavy_tailed_z(chance))
+            moved.append(10 ** chance.uniform(-4, -2.5))
+        run = planted({K3: k3, K1: k3, Z: z, PPO_KL: moved})
+        assert [found.cause for found in judge_gap(run) if found.level == "fault"] == [], seed
+
+
+NEEDS = {
+    "overflow or empty logits": [{"rollout_corr/nonfinite_token_fraction"}, {"rollout_corr/safety_clamped_fraction"}],
+    "sampling filter not mirrored": [{Z}, {K1, K3, CHI2}],
+    "sampling filter, banned token or raw log-probs": [{Z}, {K1, K3, CHI2}],
+    "not the sampled tokens, or not their log-probs": [{Z}, {K1, K3, CHI2}],
+    "staleness": [{"rollout_corr/age_0_k3_kl", "rollout_corr/age_1_k3_kl"}],
+    "weights never arrive": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
+    "one version late": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
+    "grown, cause not separable by metrics": [{K3}, {"sync/rollout_gap_mean"}],
+    "rounding": [{K3}, {"sync/rollout_gap_mean"}],
+    "not measured": [set()],
+}
+WRONG = {
+    **with_mean_ratio(0.9),
+    **aged({0: 0.014, 1: 0.06}),
+    Z: [-30.0] * STEPS,
+    "rollout_corr/nonfinite_token_fraction": [0.1] * STEPS,
+    "sync/rollout_gap_mean": ramp(0.01, 0.5),
+    PPO_KL: [5e-4] * STEPS,
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_cause_is_claimed_from_absent_data(data):
+    kept = data.draw(st.sets(st.sampled_from(sorted({*healthy(), *WRONG}))))
+    steps = data.draw(st.integers(1, STEPS))
+    metrics = {name: values[:steps] for name, values in {**healthy(), **WRONG}.items() if name in kept}
+    run = planted(metrics, without=[name for name in healthy() if name not in kept]) if metrics else None
+    for found in judge_gap(run) if run is not None else ():
+        assert any(needed <= kept for needed in NEEDS[found.cause]), found

@@ -1,0 +1,174 @@
+"""Panels that are tables: verdict, evidence, alerts, samples, all metrics, configuration, what was read."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import defaults
+from verl_rc.metrics.catalog import CATALOG
+from verl_rc.report.page.encode import Curve, curve_of
+from verl_rc.report.page.sparkline import sparkline
+from verl_rc.report.page.text import escaped, listed, number, shortened, table
+from verl_rc.report.run_folder import RunData, Sample
+from verl_rc.report.verdict import Statement, Verdict, gap
+from verl_rc.report.verdict.estimates import last_part, mean_of
+
+PANEL_OF_TOPIC = {"learning": "learning", "gap": "correction", "correction": "correction", "speed": "time"}
+_MARKS = {"fault": "✗ wrong", "notice": "! look", "good": "✓ fine", "unknown": "? unknown"}
+MOST_ALERTS = 200
+MOST_SAMPLES = 60
+_MOST_SETTINGS = 2_000
+_ABSENT = "(absent)"
+
+
+def verdict_panel(verdict: Verdict) -> str:
+    """The first thing on the page."""
+    items = "".join(_statement(statement) for statement in verdict.statements)
+    first = ""
+    if verdict.do_first:
+        first = f"<h3>Do this first</h3><pre>{escaped(chr(10).join(verdict.do_first))}</pre>"
+    return (
+        f'<p class="headline {verdict.level}">{escaped(verdict.headline)}</p><p>{escaped(verdict.progress)}</p>'
+        f'<ul class="verdict">{items}</ul>{first}'
+    )
+
+
+def _statement(statement: Statement) -> str:
+    test = f'<br><span class="next">{escaped(statement.next_test)}</span>' if statement.next_test else ""
+    return (
+        f'<li class="{statement.level}"><span class="mark">{_MARKS[statement.level]}</span> '
+        f'<a href="#{PANEL_OF_TOPIC[statement.topic]}">{statement.topic}</a>: {escaped(statement.text)}{test}</li>'
+    )
+
+
+def doctor_panel(verdict: Verdict) -> str:
+    """The statements with their numbers, and what the rules looked at."""
+    rows = [
+        (
+            escaped(statement.topic),
+            escaped(statement.cause),
+            escaped(statement.confidence or statement.level),
+            escaped(", ".join(f"{name} {number(value)}" for name, value in statement.evidence.items())),
+            escaped(statement.where),
+            escaped(statement.next_test),
+        )
+        for statement in verdict.statements
+    ]
+    evidence = table(("about", "cause", "how sure", "numbers", "where", "next test"), rows)
+    looked = "<p>The rules for the gap looked at:</p>" + listed(gap.CHECKED)
+    return f"{evidence}{looked}<p>What metrics alone cannot show: {escaped(gap.NOT_VISIBLE)}.</p>"
+
+
+def alerts_panel(run: RunData) -> str:
+    """The newest alerts of a run."""
+    if not run.alerts:
+        return "<p>No alert.</p>"
+    shown = list(run.alerts)[-MOST_ALERTS:]
+    cut = f"<p>The last {len(shown)} of {len(run.alerts):,}.</p>" if len(shown) < len(run.alerts) else ""
+    rows = [(str(alert.step), escaped(alert.title), shortened(alert.text, 500)) for alert in reversed(shown)]
+    return cut + table(("step", "alert", "text"), rows)
+
+
+def samples_panel(run: RunData, most: int = MOST_SAMPLES) -> str:
+    """Samples of the last step that has any, worst and best first, and the same prompts before."""
+    if not run.samples:
+        return "<p>No samples were recorded; trainer.log_val_generations=8 records some of every validation.</p>"
+    chosen = chosen_samples(run.samples, most)
+    columns = list(dict.fromkeys(name for sample in chosen for name in sample.cells))
+    rows = [(str(sample.step), *(f"<bdi>{shortened(sample.cells.get(name, ''))}</bdi>" for name in columns)) for sample in chosen]
+    said = f"<p>{len(chosen)} of {len(run.samples):,} recorded samples: the newest step from both ends, then the first.</p>"
+    return said + table(("step", *map(escaped, columns)), rows, "samples")
+
+
+def chosen_samples(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """Two thirds of the newest step, from both ends of the scores; the rest of the first step."""
+    newest, oldest = samples[-1].step, samples[0].step
+    of_newest = _from_both_ends([sample for sample in samples if sample.step == newest])
+    of_oldest = [sample for sample in samples if sample.step == oldest] if oldest != newest else []
+    kept = of_newest[: most - min(len(of_oldest), most // 3)]
+    return kept + of_oldest[: most - len(kept)]
+
+
+def _from_both_ends(samples: Sequence[Sample]) -> list[Sample]:
+    """Worst, best, second worst, second best, …"""
+
+    def score(sample: Sample) -> float:
+        value = sample.cells.get("score")
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else -math.inf
+
+    ordered = sorted(samples, key=score)
+    return [ordered[i // 2] if i % 2 == 0 else ordered[-1 - i // 2] for i in range(len(ordered))]
+
+
+def metrics_panel(run: RunData) -> str:
+    """Every metric that was logged, charted or not."""
+    rows = []
+    for name in sorted(run.series):
+        finite, entry = run.get(name), CATALOG.find(name)
+        last = mean_of(last_part(finite))
+        healthy = "" if entry is None else entry.healthy_in_words
+        left_out = len(run.series[name]) - len(finite)
+        rows.append(
+            (
+                f'<span title="{escaped("" if entry is None else entry.formula)}">{escaped(name)}</span>',
+                "not in the catalogue" if entry is None else escaped("" if entry.unit == "1" else entry.unit),
+                number(finite.values[0]) if len(finite) else "",
+                number(finite.values[-1]) if len(finite) else "",
+                "" if last is None else number(last.value) + (f" ± {number(last.error)}" if last.interval else ""),
+                number(min(finite.values)) if len(finite) else "",
+                number(max(finite.values)) if len(finite) else "",
+                escaped(healthy),
+                f"{left_out}" if left_out else "",
+                sparkline([_small(run, name)]),
+            )
+        )
+    head = ("metric", "unit", "first", "last", "last tenth", "smallest", "largest", "healthy", "not finite", "")
+    return f"<details><summary>{len(rows)} metrics</summary>{table(head, rows, 'metrics')}</details>"
+
+
+def _small(run: RunData, name: str) -> Curve:
+    return curve_of(run.series[name], most_points=60)
+
+
+def configuration_panel(run: RunData) -> str:
+    """Keys that differ from the defaults, all keys, and the plan."""
+    if not run.settings:
+        return "<p>The configuration is not known; a run of verl_rc writes resolved_config.yaml.</p>"
+    usual = dict(_flat(defaults(RunConfig)))
+    given = [(key, value) for key, value in run.settings.items() if key not in usual or usual[key] != value]
+    rows = [(escaped(key), shortened(value, 300), shortened(usual.get(key, "required"), 300)) for key, value in given]
+    own = table(("key", "value", "default"), rows)
+    every = [(escaped(key), shortened(value, 300)) for key, value in list(run.settings.items())[:_MOST_SETTINGS]]
+    plan = f"<details><summary>plan.txt</summary><pre>{escaped(run.plan)}</pre></details>" if run.plan else ""
+    return (
+        f"<p>{len(given)} of {len(run.settings):,} keys differ from their defaults.</p>{own}"
+        f"<details><summary>all keys</summary>{table(('key', 'value'), every)}</details>{plan}"
+    )
+
+
+def differing_settings(runs: Sequence[RunData]) -> str:
+    """Keys whose values differ between runs."""
+    keys = sorted({key for run in runs for key in run.settings})
+    rows = []
+    for key in keys:
+        values = [run.settings.get(key, _ABSENT) for run in runs]
+        if any(value != values[0] for value in values[1:]):
+            rows.append((escaped(key), *(shortened(value, 300) for value in values)))
+    if not rows:
+        return "<p>The configurations are the same, or not known.</p>"
+    return table(("key", *(escaped(run.name) for run in runs)), rows)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def reading_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:
+    """Where the numbers come from, and whether the page may be shown to others."""
+    text = "This page holds texts of prompts and responses." if has_text else "This page holds no text of prompts or responses."
+    return listed([*run.notes, *left_out, text])

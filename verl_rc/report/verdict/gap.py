@@ -1,0 +1,352 @@
+"""The gap between engine and trainer: the rows of the decision table that metrics alone can speak to, in its order.
+
+k1 and k3 are ``rollout_corr/kl`` and ``rollout_corr/k3_kl``. If the tokens were drawn from the policy that the engine reports,
+the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size of the gap, in nats per token.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from verl_rc.report.run_folder import RunData, Series
+from verl_rc.report.run_folder.foreign import rejects
+from verl_rc.report.verdict.estimates import (
+    FEWEST_FOR_TREND,
+    change_of,
+    fit_line,
+    last_part,
+    lasting,
+    mapped,
+    mean_of,
+)
+from verl_rc.report.verdict.statement import Statement, say
+
+Z_BOUND = 6.0
+"""A heavy tail alone reaches 3."""
+LINEAR = 0.8
+"""r² above which a relation is called linear."""
+ABOVE_FLOOR = 2.0
+"""A gap up to so many times the first one is rounding."""
+PINNED_SLOPE = 0.1
+"""Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow growth of rounding."""
+_FEWEST_FOR_LAG = 20
+_FEWEST_POINTS_OF_AGES = 6
+
+_K1, _K3, _CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
+_GAP = "sync/rollout_gap_mean"
+_AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_FAULTS_OF_NUMBERS = {
+    "rollout_corr/nonfinite_token_fraction": "log-probs that are NaN or infinite: empty logits or an overflow",
+    "rollout_corr/safety_clamped_fraction": "log-ratios beyond the bound of exp: an overflow, or log-probs of other tokens",
+}
+
+
+def judge_gap(run: RunData) -> list[Statement]:
+    """Every row that the metrics speak to, in the order of the table; one statement that says so if there is none."""
+    faults = [*_not_finite(run), *_missing_mass(run)]
+    if not faults:
+        faults = _staleness(run) or _weights_never_arrive(run) or _one_version_late(run)
+    return faults or [_size_of_gap(run)]
+
+
+def token_count(run: RunData) -> Series:
+    """Response tokens of each step."""
+    if run.has("ledger/sampled_tokens"):
+        return run.get("ledger/sampled_tokens")
+    totals, responses, prompts = (
+        run.get(name).by_step() for name in ("perf/total_num_tokens", "response_length/mean", "prompt_length/mean")
+    )
+    steps = [step for step in totals if responses.get(step, 0.0) > 0 and step in prompts]
+    return Series(steps, [totals[step] * responses[step] / (responses[step] + prompts[step]) for step in steps])
+
+
+def z_of_mean_ratio(run: RunData) -> Series:
+    """By step the mean ratio less 1, in standard errors; from the moments where the run does not report it.
+
+    Over tokens: with every context given, ratios less 1 are uncorrelated when the tokens come from what was reported.
+    """
+    if run.has("rollout_corr/misalignment_z"):
+        return run.get("rollout_corr/misalignment_z")
+    k1, k3, chi2, counts = (series.by_step() for series in (run.get(_K1), run.get(_K3), run.get(_CHI2), token_count(run)))
+    steps, values = [], []
+    for step in sorted(k1.keys() & k3.keys() & chi2.keys() & counts.keys()):
+        mean_ratio = 1 - k1[step] + k3[step]
+        variance = chi2[step] + 1 - mean_ratio**2
+        if variance > 0 and counts[step] > 1:
+            steps.append(step)
+            values.append((mean_ratio - 1) / math.sqrt(variance / counts[step]))
+    return Series(steps, values)
+
+
+def gap_size(run: RunData) -> Series:
+    """sqrt(k3) by step, or the mean |log-ratio| where k3 was not logged; nats per token."""
+    if run.has(_K3):
+        return mapped(run.get(_K3), lambda k3: math.sqrt(max(k3, 0.0)))
+    return run.get(_GAP)
+
+
+def _not_finite(run: RunData) -> list[Statement]:
+    """Row 1."""
+    found = []
+    for name, what in _FAULTS_OF_NUMBERS.items():
+        series = run.get(name)
+        touched = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if value > 0]
+        if touched:
+            evidence = {"share": max(value for _, value in touched), "count": len(touched), "steps": len(series)}
+            found.append(
+                say(
+                    "gap",
+                    "overflow or empty logits",
+                    "fault",
+                    "Up to {share:.3%} of a step's tokens have " + what + " ({count:.0f} of {steps:.0f} steps)",
+                    evidence,
+                    confidence="named" if len(touched) > 1 else "likely",
+                    steps=(touched[0][0], touched[-1][0]),
+                    next_test="Run ten steps with the engine in float32; if it stays, look at the logits of the longest rows.",
+                    overrides=(f"{_ROLLOUT}.dtype=float32",),
+                    row=1,
+                )
+            )
+    return found
+
+
+def _missing_mass(run: RunData) -> list[Statement]:
+    """Rows 4 to 7: the tokens were not drawn from what the engine reports."""
+    if not run.is_own and rejects(run):
+        return []  # others measure kept tokens only: rejection alone moves their mean
+    z = z_of_mean_ratio(run)
+    for sign in (-1, 1):
+        count, first, last = lasting(z, lambda value, sign=sign: sign * value > Z_BOUND)  # type: ignore[misc]
+        if first >= 0:
+            beyond = [value for value in z.values if sign * value > Z_BOUND]
+            evidence = {"z": sorted(beyond)[len(beyond) // 2], "count": count, "steps": len(z)}
+            evidence["ratio"] = _mean_ratio(run, first, last)
+            return [_below_one(run, evidence, (first, last)) if sign < 0 else _above_one(evidence, (first, last))]
+    return []
+
+
+def _mean_ratio(run: RunData, first: int, last: int) -> float:
+    k1, k3 = run.get(_K1).by_step(), run.get(_K3).by_step()
+    ratios = [1 - k1[step] + k3[step] for step in k1.keys() & k3.keys() if first <= step <= last]
+    return math.fsum(ratios) / len(ratios) if ratios else math.nan
+
+
+def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
+    filters = _filters(run)
+    evidence["kept"] = evidence["ratio"]
+    known = not math.isnan(evidence["ratio"])
+    template = "The tokens were not drawn from what the engine reports: the mean ratio is " + (
+        "{ratio:.4f} instead of 1" if known else "below 1"
+    )
+    template += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
+    if filters:
+        template += f"; {' '.join(filters).replace('{', '{{').replace('}', '}}')} is not mirrored by the trainer"
+        template += ": it keeps {kept:.1%} of the mass" if known else ""
+    elif known:
+        template += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
+    return say(
+        "gap",
+        "sampling filter not mirrored" if filters else "sampling filter, banned token or raw log-probs",
+        "fault",
+        template,
+        evidence,
+        confidence="named" if filters else "likely",
+        steps=steps,
+        next_test="Run ten steps without filters and with the log-probs of the distribution that is sampled (verl: "
+        "rollout.logprobs_mode=processed_logprobs). z within ±6 then: that was it. If not, look for banned tokens (min_tokens, "
+        "stop, ignore_eos, logit bias). No correction repairs this.",
+        overrides=(f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1"),
+        row=5,
+    )
+
+
+def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
+    known = not math.isnan(evidence["ratio"])
+    return say(
+        "gap",
+        "not the sampled tokens, or not their log-probs",
+        "fault",
+        "The log-probs do not belong to the sampled tokens: the mean ratio is "
+        + ("{ratio:.4f} instead of 1" if known else "above 1")
+        + ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)",
+        evidence,
+        confidence="likely",
+        steps=steps,
+        next_test="Compare the ids that were sampled with those that were trained on: decode and encode, templates, a shift by "
+        "one token. No correction repairs this.",
+        row=7,
+    )
+
+
+def _filters(run: RunData) -> list[str]:
+    """Sampling filters of the configuration, as they are written there."""
+    neutral = {f"{_ROLLOUT}.top_p": (1, 1.0), f"{_ROLLOUT}.top_k": (-1, 0), f"{_ROLLOUT}.min_p": (0, 0.0)}
+    given = {key: run.settings[key] for key in neutral if key in run.settings}
+    return [f"{key}={value}" for key, value in given.items() if value is not None and value not in neutral[key]]
+
+
+def _staleness(run: RunData) -> list[Statement]:
+    """Row 16: the gap grows with the age of a token."""
+    ages: list[float] = []
+    gaps: list[float] = []
+    youngest: dict[int, Series] = {}
+    for name, series in run.matching("rollout_corr/age_", "_k3_kl"):
+        age = name.removeprefix("rollout_corr/age_").removesuffix("_k3_kl")
+        if age.isdecimal():
+            youngest[int(age)] = series
+            ages += [float(age)] * len(series)
+            gaps += [math.sqrt(max(value, 0.0)) for value in series.values]
+    line = fit_line(ages, gaps) if len(youngest) > 1 and len(ages) >= _FEWEST_POINTS_OF_AGES else None
+    if line is None or line.r_squared <= LINEAR or line.slope <= 0:
+        return []
+    floor = mean_of(mapped(youngest[min(youngest)], lambda k3: math.sqrt(max(k3, 0.0))))
+    oldest = max(youngest)
+    if floor is None or line.intercept + line.slope * oldest < ABOVE_FLOOR * floor.value:
+        return []
+    evidence = {"slope": line.slope, "r": line.r_squared, "floor": floor.value, "oldest": oldest}
+    evidence["at"] = line.intercept + line.slope * oldest
+    return [
+        say(
+            "gap",
+            "staleness",
+            "notice",
+            "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the youngest, {at:.4f} at age "
+            "{oldest:.0f} (r² {r:.2f})",
+            evidence,
+            confidence="named" if len(youngest) > 2 else "likely",
+            steps=floor.steps,
+            next_test="Correct it with token weights, or let the engines be fewer updates behind.",
+            overrides=("async_training.staleness_threshold=0",),
+            row=16,
+        )
+    ]
+
+
+def _policy_distance(run: RunData, steps: Sequence[int]) -> list[float]:
+    """For each step, the nats that the policy moved before it: Σ sqrt(2 ppo_kl) of the steps before."""
+    moved = run.get("actor/ppo_kl").by_step()
+    total, distances = 0.0, []
+    for step in steps:
+        distances.append(total)
+        total += math.sqrt(2 * max(moved.get(step, 0.0), 0.0))
+    return distances
+
+
+def _weights_never_arrive(run: RunData) -> list[Statement]:
+    """Row 18: the gap is a straight line in what the policy has moved since the start."""
+    gap = gap_size(run)
+    if len(gap) < FEWEST_FOR_TREND:
+        return []
+    floor, last = math.fsum(gap.values[:2]) / 2, mean_of(last_part(gap))
+    distance = _policy_distance(run, gap.steps)
+    line = fit_line(distance, gap.values)
+    if line is None or last is None or line.r_squared <= LINEAR or line.slope < PINNED_SLOPE:
+        return []
+    if last.value < ABOVE_FLOOR * floor:
+        return []
+    evidence = {"first": floor, "last": last.value, "slope": line.slope, "r": line.r_squared}
+    return [
+        say(
+            "gap",
+            "weights never arrive",
+            "fault",
+            "The gap grows with all that the policy has learned, from {first:.4f} to {last:.4f} nats: {slope:.2f} for each nat "
+            "of movement, r² {r:.2f}. The engine has kept the weights it started with",
+            evidence,
+            confidence="named",
+            steps=(gap.steps[0], gap.steps[-1]),
+            next_test="Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary compares log-probs at "
+            "every update with canary_freq=1. No correction repairs this.",
+            overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",),
+            row=18,
+        )
+    ]
+
+
+def _one_version_late(run: RunData) -> list[Statement]:
+    """Row 19: the gap of a step follows the update before it, though samples are said to be fresh."""
+    if any(value > 0 for name in _AGES for value in run.get(name).values):
+        return []
+    gap, moved = gap_size(run), run.get("actor/ppo_kl").by_step()
+    pairs = [
+        (math.sqrt(2 * max(moved[before], 0.0)), value)
+        for (before, _), (step, value) in pairwise(zip(gap.steps, gap.values, strict=True))
+        if before in moved and step == before + 1
+    ]
+    if len(pairs) < _FEWEST_FOR_LAG:
+        return []
+    # Differences: a trend that both share says nothing about which causes which.
+    line = fit_line([b[0] - a[0] for a, b in pairwise(pairs)], [b[1] - a[1] for a, b in pairwise(pairs)])
+    typical = math.fsum(value for _, value in pairs) / len(pairs)
+    if line is None or line.slope <= 0 or line.r_squared <= LINEAR or typical < ABOVE_FLOOR * gap.values[0]:
+        return []
+    evidence = {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope}
+    return [
+        say(
+            "gap",
+            "one version late",
+            "fault",
+            "The gap follows the update before it (r² {r:.2f}): {gap:.4f} nats on average, {first:.4f} in the first step, which "
+            "had none. The engine samples with weights that are one update old",
+            evidence,
+            confidence="likely",
+            steps=(gap.steps[0], gap.steps[-1]),
+            next_test="Look at the order of weight update and sampling; wait for the sync before the next batch.",
+            row=19,
+        )
+    ]
+
+
+def _size_of_gap(run: RunData) -> Statement:
+    """Rows 11 and 20: no rule speaks; as at the start, or larger."""
+    name, gap = (_GAP, run.get(_GAP)) if run.has(_GAP) else ("sqrt(k3)", gap_size(run))
+    last = mean_of(last_part(gap))
+    if last is None:
+        return _not_measured(run)
+    unit = "nats per token (mean |log-ratio|)" if name == _GAP else "nats per token (sqrt(k3))"
+    evidence = {"gap": last.value, "first": math.fsum(gap.values[:2]) / len(gap.values[:2])}
+    size = f"{{gap:.4f}} {unit}"
+    change = change_of(gap)
+    if change is not None and change.is_clear and last.value > ABOVE_FLOOR * evidence["first"]:
+        return say(
+            "gap",
+            "grown, cause not separable by metrics",
+            "notice",
+            f"The gap has grown from {{first:.4f}} to {size}; ages, updates and missing mass do not explain it",
+            evidence,
+            confidence="possible",
+            steps=last.steps,
+            next_test="Weights that differ a little, trainer noise (dropout), routing and kernels look alike here. Run ten steps "
+            "with the engine in float32 and without prefix caching, one change at a time.",
+            overrides=(f"{_ROLLOUT}.dtype=float32", f"{_ROLLOUT}.enable_prefix_caching=False"),
+            row=20,
+        )
+    template = f"The gap is {size}"
+    if last.interval is not None:
+        evidence["low"], evidence["high"] = last.interval
+        template += ", {low:.4f} to {high:.4f}"
+    template += "; {first:.4f} at the start" if len(gap) > 2 else ""
+    said = template + ": rounding of the engine, as far as metrics tell"
+    return say("gap", "rounding", "good", said, evidence, steps=last.steps, row=11)
+
+
+def _not_measured(run: RunData) -> Statement:
+    key = (
+        "diagnostics are part of every run with updates"
+        if run.is_own
+        else f"verl: {_ROLLOUT}.calculate_log_probs=True records it"
+    )
+    sentence = f"The gap cannot be told: no log-probs of the engine were compared; {key}"
+    return say("gap", "not measured", "unknown", sentence, {})
+
+
+CHECKED = (
+    "log-probs that are not finite",
+    "missing mass (sampling filters, banned tokens, log-probs of other tokens)",
+    "growth with the age of tokens",
+    "weights that never arrive or arrive late",
+    "growth over the run",
+)
+"""What the rules of this module look at; and what no metric shows:"""
+NOT_VISIBLE = "another temperature on both sides, an old prefix cache, padding, templates: these need the tokens' own log-probs"

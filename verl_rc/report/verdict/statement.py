@@ -1,0 +1,67 @@
+"""What a verdict says: statements with their numbers, so that the same words stand on the page, the console and in JSON."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Topic = Literal["learning", "gap", "correction", "speed"]
+Level = Literal["fault", "notice", "good", "unknown"]
+Confidence = Literal["named", "likely", "possible", ""]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One sentence of the verdict, and what it rests on."""
+
+    topic: Topic
+    cause: str
+    """A short name that stays: ``weights never arrive``."""
+    level: Level
+    sentence: str
+    """A template that was filled with ``evidence``: no other numbers are in it but thresholds."""
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    confidence: Confidence = ""
+    """named: a rule holds on two records or more; likely: on one, or near a bound; possible: only a correlation says so."""
+    steps: tuple[int, int] | None = None
+    next_test: str = ""
+    """What decides, or what to do; empty when nothing is to be done."""
+    overrides: tuple[str, ...] = ()
+    """Ready to paste."""
+    row: int | None = None
+    """Of the decision table in ``gap.py``; None outside it."""
+
+    @property
+    def where(self) -> str:
+        """The steps it speaks of, in words."""
+        if self.steps is None:
+            return ""
+        first, last = self.steps
+        return f"step {first}" if first == last else f"steps {first} to {last}"
+
+    @property
+    def text(self) -> str:
+        """The whole statement in one line."""
+        degree = f" ({self.confidence})" if self.confidence and self.level in ("fault", "notice") else ""
+        where = f" [{self.where}]" if self.where else ""
+        return f"{self.sentence}{degree}{where}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines; numbers that are not finite are None."""
+        return {
+            "topic": self.topic,
+            "cause": self.cause,
+            "level": self.level,
+            "sentence": self.sentence,
+            "confidence": self.confidence,
+            "evidence": {name: value if math.isfinite(value) else None for name, value in self.evidence.items()},
+            "steps": None if self.steps is None else list(self.steps),
+            "next_test": self.next_test,
+            "overrides": list(self.overrides),
+            "row": self.row,
+        }
+
+
+def say(topic: Topic, cause: str, level: Level, template: str, evidence: Mapping[str, float], **further: Any) -> Statement:
+    """A statement whose sentence is ``template`` filled with ``evidence``; ``further``: the other fields."""
+    return Statement(topic, cause, level, template.format(**evidence), dict(evidence), **further)
