@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.data.batches import Completions, RolloutBatch
 from verl_rc.data.groups import Group, GroupScores, Part, Sample, completions, joined_samples
 from verl_rc.data.samples import Samples
 from verl_rc.driver.sample import compared_values, decode, score_with_penalty
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.train_batch import informative_groups
 from verl_rc.rewards import RewardError
 from verl_rc.rollout.collect import build_rollout_batch
 
