@@ -33,6 +33,7 @@ from verl_rc.ppo.guards import FailedGroups
 from verl_rc.ppo.number_ranges import NumberRanges
 from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.running_ledger import LedgerState, RunningLedger
+from verl_rc.ppo.step_time import WaitTotals
 from verl_rc.rewards import RewardError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
@@ -105,6 +106,8 @@ class _StepTotals:
     """Groups that were decided, by fate."""
     score: float = 0.0
     """Sum of the mean scores of groups that were kept or filtered."""
+    longest_group: float = 0.0
+    """Seconds from a group's submission until it was whole, the longest."""
     waited_for_oldest: float = 0.0
     """Seconds in which there were groups enough for a batch, and older ones were waited for."""
 
@@ -137,6 +140,7 @@ class AsynchronousSupply:
         self._since = _StepTotals()
         self._filtered_since_batch = 0
         self._alerted = False
+        self._waits, self._step_began = WaitTotals(), time.perf_counter()
 
     def admit(self, record: StepRecord) -> None:
         """Draw as many prompts as the engines' version of the weights admits, and hand them over to be sampled."""
@@ -151,6 +155,7 @@ class AsynchronousSupply:
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule allows."""
         step, now = self._state.step + 1, self._now
+        self._step_began = time.perf_counter()
         self._empty_shared_devices(record)
         groups = [now.groups.pop(number) for number in self._next_batch(step, record)]
         now.ledger = now.ledger.end("trained", [group.number for group in groups])
@@ -200,6 +205,10 @@ class AsynchronousSupply:
         if self._services.config.algorithm.filter_groups.enable:
             record.add(_filter_metrics(since, self._services.config.actor_rollout_ref.rollout.n))
         self._check_lengths(step)
+        elapsed = time.perf_counter() - self._step_began
+        self._waits = self._waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
+        if step == self._services.total_steps:
+            say("%s", self._waits.advice(self._options))
         return SupplyState(
             now.admission.state(),
             now.ledger.state(),
@@ -325,7 +334,7 @@ class AsynchronousSupply:
         with record.stage("reward"):
             decided = decide(self._services, groups)
         for group, found in zip(groups, decided, strict=True):
-            self._submitted_at.pop(group.number)
+            since.longest_group = max(since.longest_group, time.monotonic() - self._submitted_at.pop(group.number))
             if isinstance(found, RewardError):
                 self._fail(group, str(found))
                 continue

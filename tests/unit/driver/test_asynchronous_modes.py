@@ -519,6 +519,15 @@ def test_lengths_that_differ_are_an_alert_after_twenty_steps(tmp_path: Path, mon
     assert "async/length_ratio must be within 2% of 1 after 20 steps, it is 0.950" in found[0]["text"]
 
 
+def test_the_end_says_how_long_the_trainer_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("verl_rc.driver.supply.say", lambda text, *values: said.append(text % values))
+    run(tmp_path, OWN_DEVICES, world=World(), **LEAD)
+    (line,) = [one for one in said if "waited" in one]
+    assert line.startswith("the trainer waited for samples ")
+    assert "with staleness_threshold=1" in line
+
+
 # Resuming
 
 
