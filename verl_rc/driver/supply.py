@@ -9,6 +9,7 @@ from typing import Literal
 
 from verl_rc.checkpoint import LengthTotals, RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.remote import WHILE_WAITING
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
@@ -173,11 +174,13 @@ class AsynchronousSupply:
         record.add(_age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
         record.add_records(reward_metrics(reward_outputs(samples)))
         describe_sampled(self._services, samples, samples.num_tokens, record)
+        WHILE_WAITING.work = self._receive_beside_training
         return samples
 
     def publish(self, step: int, record: StepRecord) -> float | None:
         """Publish the weights of ``step``, whole responses once all that is under way has ended; returns the limit of the canary
         tokens' gap."""
+        WHILE_WAITING.work = None
         while self._under_way and not self._options.partial_rollout:
             self._receive(record, version=step)
         limit = weights.publish(self._services, self._state, step, record)
@@ -189,6 +192,7 @@ class AsynchronousSupply:
 
         Raises ``LedgerError`` when a group or a token is unaccounted for.
         """
+        WHILE_WAITING.work = None
         now, since, step = self._now, self._since, self._state.step + 1
         self._since = _StepTotals()
         filtered = since.tokens["filtered"]
@@ -315,6 +319,22 @@ class AsynchronousSupply:
         self._fail_late_groups()
         if self._now.admission.allowance():
             self.admit(record)
+
+    def _receive_beside_training(self) -> None:
+        """Decide what has ended while the trainer works, so that what replaces it begins at once."""
+        if not self._under_way or self._options.deterministic_steps is not None:
+            return
+        try:
+            ended = self._services.engines.collect(0.0)
+        except EnginesLostError:  # the next wait for samples finds it too, when the trainer has time to send weights
+            return
+        groups = self._file([number for number in ended if number in self._under_way])
+        apart = StepRecord()  # the step's stages are those of the trainer meanwhile
+        if whole := [group for group in groups if group.is_whole]:
+            self._decide(whole, apart)
+        self._fail_late_groups()
+        if self._now.admission.allowance():
+            self.admit(apart)
 
     def _file(self, numbers: Sequence[int]) -> list[Group]:
         """Put what these requests gave into their samples; returns the groups of these."""
