@@ -4,7 +4,8 @@ import importlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -119,8 +120,26 @@ class Pending:
         """Seconds that the process computed, known once it has answered; the rest of the wait was transport."""
 
 
-def wait_for_all(pending: Sequence[Pending], timeout_seconds: float | None = None) -> list[Any]:
-    """Wait for all results, in the given order; fails as soon as one call fails.
+_SERVE_SECONDS = 0.25
+"""How often ``WHILE_WAITING.work`` is done."""
+
+
+@dataclass
+class WhileWaiting:
+    """What the driver does while it waits for ranks that compute."""
+
+    work: Callable[[], None] | None = None
+    """Short; its exceptions end the wait."""
+
+
+WHILE_WAITING = WhileWaiting()
+"""Set by the supply of an asynchronous run while a step is trained."""
+
+
+def wait_for_all(
+    pending: Sequence[Pending], timeout_seconds: float | None = None, beside: Callable[[], None] | None = None
+) -> list[Any]:
+    """Wait for all results, in the given order, and do ``beside`` meanwhile; fails as soon as one call fails.
 
     Raises ``RemoteError`` with the process, its call and its traceback; ``HangError`` with the processes that did not answer
     within ``timeout_seconds`` (None: ``trainer.hang_timeout_seconds``) and the state of each.
@@ -132,7 +151,11 @@ def wait_for_all(pending: Sequence[Pending], timeout_seconds: float | None = Non
     deadline = None if limit is None else time.monotonic() + limit
     while remaining:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, remaining = ray.wait(remaining, num_returns=1, timeout=left)
+        pause = left if beside is None else min(_SERVE_SECONDS, left or _SERVE_SECONDS)
+        ready, remaining = ray.wait(remaining, num_returns=1, timeout=pause)
+        if not ready and beside is not None and left != 0.0:
+            beside()
+            continue
         if not ready:
             key = "trainer.hang_timeout_seconds" if timeout_seconds is None else "trainer.ready_timeout_seconds"
             raise HangError(_report(pending, remaining, limit or 0.0, key))
@@ -142,7 +165,7 @@ def wait_for_all(pending: Sequence[Pending], timeout_seconds: float | None = Non
 
 def wait_timed(pending: Sequence[Pending]) -> Timed[list[Any]]:
     """The results of ``wait_for_all``, and the seconds that the slowest of the processes computed."""
-    results = wait_for_all(pending)
+    results = wait_for_all(pending, beside=WHILE_WAITING.work)
     return Timed(results, longest_busy(pending))
 
 

@@ -32,7 +32,8 @@ class FilterGroupsConfig(StrictModel):
     enable: bool = False
     """Drop prompts whose samples all have the same ``metric`` and draw further prompts until ``data.train_batch_size`` remain;
     surplus prompts are dropped too. A dropped prompt is used again in the next epoch. Epochs beyond ``trainer.total_epochs``
-    start where the number of steps needs them."""
+    start where the number of steps needs them. In an asynchronous run a prompt is replaced as soon as its samples are scored, and
+    surplus prompts stay for the next step."""
     metric: str = "reward"
     """The quantity by which samples of a prompt are compared: ``reward`` (or ``seq_reward``, ``seq_final_reward``, its
     synonyms), ``score`` (the reward before the overlong penalty), or a numeric column that the reward function returns, e.g.

@@ -143,7 +143,8 @@ class RewardConfig(StrictModel):
     """Limit of the address space of one such process, MiB; a call that needs more fails. null: no limit."""
     on_failure: Literal["stop", "score"] = "stop"
     """Action when a response cannot be scored: a call raises, hangs, kills its process or returns no number.
-    ``stop``: the run stops with a message that names the sample; ``score``: the sample gets ``failure_score`` and accuracy 0.
+    ``stop``: the run stops with a message that names the sample (an asynchronous run samples the prompt once more, then replaces
+    it, and stops when more than 1 % of the last 100 prompts failed); ``score``: the sample gets ``failure_score`` and accuracy 0.
     A built-in math scorer that exceeds the time limit or cannot parse the ground truth counts as a wrong answer in both cases,
     and each step's log names one such row. ``reward/failed_fraction`` counts all of these."""
     failure_score: float | None = Field(None, allow_inf_nan=False)

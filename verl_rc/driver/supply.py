@@ -9,6 +9,7 @@ from typing import Literal
 
 from verl_rc.checkpoint import LengthTotals, RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.remote import WHILE_WAITING
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
@@ -33,6 +34,7 @@ from verl_rc.ppo.guards import FailedGroups
 from verl_rc.ppo.number_ranges import NumberRanges
 from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.running_ledger import LedgerState, RunningLedger
+from verl_rc.ppo.step_time import WaitTotals
 from verl_rc.rewards import RewardError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
@@ -105,6 +107,8 @@ class _StepTotals:
     """Groups that were decided, by fate."""
     score: float = 0.0
     """Sum of the mean scores of groups that were kept or filtered."""
+    longest_group: float = 0.0
+    """Seconds from a group's submission until it was whole, the longest."""
     waited_for_oldest: float = 0.0
     """Seconds in which there were groups enough for a batch, and older ones were waited for."""
 
@@ -137,6 +141,7 @@ class AsynchronousSupply:
         self._since = _StepTotals()
         self._filtered_since_batch = 0
         self._alerted = False
+        self._waits, self._step_began = WaitTotals(), time.perf_counter()
 
     def admit(self, record: StepRecord) -> None:
         """Draw as many prompts as the engines' version of the weights admits, and hand them over to be sampled."""
@@ -151,6 +156,7 @@ class AsynchronousSupply:
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule allows."""
         step, now = self._state.step + 1, self._now
+        self._step_began = time.perf_counter()
         self._empty_shared_devices(record)
         groups = [now.groups.pop(number) for number in self._next_batch(step, record)]
         now.ledger = now.ledger.end("trained", [group.number for group in groups])
@@ -168,11 +174,13 @@ class AsynchronousSupply:
         record.add(_age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
         record.add_records(reward_metrics(reward_outputs(samples)))
         describe_sampled(self._services, samples, samples.num_tokens, record)
+        WHILE_WAITING.work = self._receive_beside_training
         return samples
 
     def publish(self, step: int, record: StepRecord) -> float | None:
         """Publish the weights of ``step``, whole responses once all that is under way has ended; returns the limit of the canary
         tokens' gap."""
+        WHILE_WAITING.work = None
         while self._under_way and not self._options.partial_rollout:
             self._receive(record, version=step)
         limit = weights.publish(self._services, self._state, step, record)
@@ -184,6 +192,7 @@ class AsynchronousSupply:
 
         Raises ``LedgerError`` when a group or a token is unaccounted for.
         """
+        WHILE_WAITING.work = None
         now, since, step = self._now, self._since, self._state.step + 1
         self._since = _StepTotals()
         filtered = since.tokens["filtered"]
@@ -200,6 +209,10 @@ class AsynchronousSupply:
         if self._services.config.algorithm.filter_groups.enable:
             record.add(_filter_metrics(since, self._services.config.actor_rollout_ref.rollout.n))
         self._check_lengths(step)
+        elapsed = time.perf_counter() - self._step_began
+        self._waits = self._waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
+        if step == self._services.total_steps:
+            say("%s", self._waits.advice(self._options))
         return SupplyState(
             now.admission.state(),
             now.ledger.state(),
@@ -307,6 +320,22 @@ class AsynchronousSupply:
         if self._now.admission.allowance():
             self.admit(record)
 
+    def _receive_beside_training(self) -> None:
+        """Decide what has ended while the trainer works, so that what replaces it begins at once."""
+        if not self._under_way or self._options.deterministic_steps is not None:
+            return
+        try:
+            ended = self._services.engines.collect(0.0)
+        except EnginesLostError:  # the next wait for samples finds it too, when the trainer has time to send weights
+            return
+        groups = self._file([number for number in ended if number in self._under_way])
+        apart = StepRecord()  # the step's stages are those of the trainer meanwhile
+        if whole := [group for group in groups if group.is_whole]:
+            self._decide(whole, apart)
+        self._fail_late_groups()
+        if self._now.admission.allowance():
+            self.admit(apart)
+
     def _file(self, numbers: Sequence[int]) -> list[Group]:
         """Put what these requests gave into their samples; returns the groups of these."""
         if not numbers:
@@ -325,7 +354,7 @@ class AsynchronousSupply:
         with record.stage("reward"):
             decided = decide(self._services, groups)
         for group, found in zip(groups, decided, strict=True):
-            self._submitted_at.pop(group.number)
+            since.longest_group = max(since.longest_group, time.monotonic() - self._submitted_at.pop(group.number))
             if isinstance(found, RewardError):
                 self._fail(group, str(found))
                 continue

@@ -70,3 +70,41 @@ class MeasuredStep:
             yield f"staleness_threshold={useful} is the smallest that can keep the trainer busy; with less it waits for samples"
         elif options.staleness > useful:
             yield f"staleness_threshold={useful} is the smallest useful one: with more, tokens get older and steps no shorter"
+
+
+_BUSY_SHARE = 0.02
+"""A trainer that waits for no larger share of its time counts as busy."""
+
+
+@dataclass(frozen=True)
+class WaitTotals:
+    """Seconds of the steps of a run so far. Immutable: ``with_step`` returns the next totals."""
+
+    steps: int = 0
+    total: float = 0.0
+    waited: float = 0.0
+    """In which the trainer waited for samples."""
+    longest_group: float = 0.0
+    """From the first request of a group to its last answer, the longest of all."""
+
+    def with_step(self, total: float, waited: float, longest_group: float) -> "WaitTotals":
+        """With another step."""
+        longest = max(self.longest_group, longest_group)
+        return WaitTotals(self.steps + 1, self.total + total, self.waited + waited, longest)
+
+    def advice(self, options: AsyncTrainingConfig) -> str:
+        """How long the trainer waited, and the smallest k that would have kept it busy; a sentence. ``steps`` must be > 0."""
+        share, bound = self.waited / self.total, f"staleness_threshold={options.staleness_threshold:g}"
+        waited = f"the trainer waited for samples {share:.0%} of the time with {bound}"
+        needed, needs = 1, "whole responses never need more"
+        if options.partial_rollout:
+            alone = (self.total - self.waited) / self.steps
+            needed = max(1, math.ceil(self.longest_group / alone) - 1)
+            needs = f"the slowest prompt took {self.longest_group:.3g} s, a step without waiting {alone:.3g} s"
+        if options.staleness < needed and share > _BUSY_SHARE:
+            return f"{waited}; {needed} would have kept it busy: {needs}"
+        if share > _BUSY_SHARE:
+            return f"{waited}; engines are the slower side: more devices for them help, a larger bound does not"
+        if options.staleness > needed:
+            return f"{waited}; {needed} would have kept it busy too, with younger tokens: {needs}"
+        return waited

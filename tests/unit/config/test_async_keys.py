@@ -51,6 +51,67 @@ def test_a_one_step_off_recipe() -> None:
     assert list(contradictions(config)) == []
 
 
+OF_VERLS_FILES: dict[str, Any] = {
+    "async_training.staleness_threshold": 0.1,
+    "async_training.trigger_parameter_sync_step": 4,
+    "async_training.require_batches": 1,
+    "async_training.partial_rollout": True,
+    "async_training.use_trainer_do_validate": False,
+    "async_training.use_dynamic_resource_scheduling": False,
+    "async_training.dynamic_schedule_policy": "default",
+    "async_training.dynamic_schedule_deactivate_ratio": 0.3,
+    "async_training.dynamic_schedule_enable_rebalance": True,
+    "async_training.concurrent_samples_per_replica": 16,
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 8,
+    "rollout.n": 4,
+    "rollout.total_rollout_steps": 51200,
+    "data.gen_batch_size": 1,
+    "actor_rollout_ref.rollout.free_cache_engine": False,
+    "actor_rollout_ref.rollout.calculate_log_probs": True,
+    "actor_rollout_ref.rollout.standalone_gpu_memory_utilization": None,
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl",
+    "actor_rollout_ref.actor.use_rollout_log_probs": True,
+    "actor_rollout_ref.model.use_remove_padding": True,
+    "algorithm.rollout_correction.bypass_mode": True,
+}
+"""Every key of fully_async_ppo_trainer.yaml and one_step_off_ppo_trainer.yaml, with its value there."""
+
+
+def test_every_key_of_verls_files_is_known() -> None:
+    given = [f"{key}={'null' if value is None else value}" for key, value in OF_VERLS_FILES.items()]
+    config = load_config(RunConfig, [*sound_run(without={*OF_VERLS_FILES, "actor_rollout_ref.rollout.n"}), *given])
+    options = config.async_training
+    assert (options.staleness_threshold, options.trigger_parameter_sync_step, options.max_concurrent_rollouts) == (0.1, 4, 16)
+    assert (config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.n_gpus_per_node) == (4, 8)
+    assert config.algorithm.rollout_correction.bypass_mode
+    assert config.trainer.total_training_steps == 51200 // 16  # of one mini-batch
+
+
+OTHER_VALUES_OF_VERL = [
+    ("async_training.concurrent_samples_per_replica=999", "async_training.max_concurrent_rollouts must be at most"),
+    ("async_training.staleness_threshold=0.3", None),
+    ("actor_rollout_ref.rollout.standalone_gpu_memory_utilization=0.5", "write gpu_memory_utilization"),
+    ("async_training.use_trainer_do_validate=True", "validation runs on the engines; write False"),
+    ("async_training.use_dynamic_resource_scheduling=True", "devices keep their role; write False"),
+    ("async_training.compute_prox_log_prob=True", "bypass_mode=False recomputes the proximal policy"),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), OTHER_VALUES_OF_VERL, ids=[one for one, _ in OTHER_VALUES_OF_VERL])
+def test_other_values_are_taken_over_or_refused_key_by_key(override: str, said: str | None) -> None:
+    given = [one for one in FULLY_ASYNC if not one.startswith(override.partition("=")[0])]
+    if said is None:
+        assert list(contradictions(load(*given, override))) == []
+        return
+    try:
+        messages = list(contradictions(load(*given, override)))
+    except ConfigError as error:
+        messages = [str(error)]
+    (message,) = messages
+    assert said in message
+
+
 def test_separate_async_brings_verls_defaults_and_yields_to_what_is_given() -> None:
     options = load(*SEPARATE, CORRECTION).async_training
     assert (options.staleness_threshold, options.trigger_parameter_sync_step) == (1, 4)

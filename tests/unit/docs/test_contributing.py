@@ -95,8 +95,8 @@ assert said == ["best response: b"], said
 assert "timing_s/show_sample" in record.metrics()
 assert CATALOG.find("timing_s/show_sample") is not None
 nodes = ast.walk(ast.parse(inspect.getsource(train.train)))
-calls = [node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-assert calls.index("show_sample") > calls.index("publish")
+lines = {node.func.attr: node.lineno for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
+assert lines["show_sample"] > lines["publish"]
 """,
 }
 """What a patch makes possible, tried in a process that has the patched package."""

@@ -16,6 +16,9 @@ from compared_runs import NOT_OF_THE_TRAINING
 from formula_run import Scorer, World, live, without_processes
 
 from verl_rc.checkpoint import RunState, SavedRun
+from verl_rc.cluster import remote
+from verl_rc.cluster.engine_group import EnginesLostError
+from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import Timed, TokenBatch, TokenScores
 from verl_rc.data.dataset import PromptRow
@@ -342,6 +345,67 @@ def test_groups_that_tell_nothing_are_replaced_at_once(tmp_path: Path, staleness
     assert all(0 < ratio < 0.6 for ratio in ratios)
 
 
+def test_what_replaces_a_group_begins_while_the_trainer_works(tmp_path: Path) -> None:
+    """The driver serves the supply while it waits for ranks; what is trained on stays the same."""
+
+    class Served(Slow):
+        """Half of what is under way ends during an update, while the driver waits."""
+
+        training = False
+
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            self.submitted_in_updates = 0
+
+        def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+            self.submitted_in_updates += len(requests) * self.training
+            return super().submit(requests, options)
+
+        def update(self, *arguments: Any) -> Any:
+            self.training = True
+            for _ in range(20):
+                if remote.WHILE_WAITING.work is not None:
+                    remote.WHILE_WAITING.work()
+            self.training = False
+            return super().update(*arguments)
+
+        def deliver(self, version: int) -> tuple[None, None]:
+            assert remote.WHILE_WAITING.work is None
+            return super().deliver(version)
+
+    world = Served(1)
+    run(tmp_path / "served", OWN_DEVICES, FILTER, world=world, scorer=Telling(), steps=5, **LEAD)
+    run(tmp_path / "not", OWN_DEVICES, FILTER, world=Slow(2), scorer=Telling(), steps=5, **LEAD)
+    assert world.submitted_in_updates > 0
+    assert [samples(tmp_path / "served", step) for step in range(1, 6)] == [
+        samples(tmp_path / "not", step) for step in range(1, 6)
+    ]
+    assert remote.WHILE_WAITING.work is None
+
+
+def test_an_engine_lost_while_the_trainer_works_is_replaced_afterwards(tmp_path: Path) -> None:
+    """The ranks cannot send weights in the middle of an update."""
+
+    class LostInUpdate(Slow):
+        lost = 0
+
+        def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
+            if on_loss is None:
+                self.lost += 1
+                raise EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {})
+            return super().collect(wait_seconds, on_loss)
+
+        def update(self, *arguments: Any) -> Any:
+            assert remote.WHILE_WAITING.work is not None
+            remote.WHILE_WAITING.work()
+            return super().update(*arguments)
+
+    world = LostInUpdate(1)
+    run(tmp_path, OWN_DEVICES, world=world, **LEAD)
+    assert world.lost > 0
+    assert prompts(tmp_path, (1, 2, 3, 4)) == [str(number) for number in range(8)]
+
+
 def test_a_run_that_filters_resumes_to_the_bit(tmp_path: Path) -> None:
     mode = {"staleness_threshold": 1.0, "partial_rollout": False}
     run(tmp_path / "whole", OWN_DEVICES, FILTER, world=Slow(1), scorer=Telling(), steps=5, **mode)
@@ -517,6 +581,15 @@ def test_lengths_that_differ_are_an_alert_after_twenty_steps(tmp_path: Path, mon
     found = [one for one in alerts if "lengths" in one["title"]]
     assert [one["step"] for one in found] == [20]
     assert "async/length_ratio must be within 2% of 1 after 20 steps, it is 0.950" in found[0]["text"]
+
+
+def test_the_end_says_how_long_the_trainer_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("verl_rc.driver.supply.say", lambda text, *values: said.append(text % values))
+    run(tmp_path, OWN_DEVICES, world=World(), **LEAD)
+    (line,) = [one for one in said if "waited" in one]
+    assert line.startswith("the trainer waited for samples ")
+    assert "with staleness_threshold=1" in line
 
 
 # Resuming

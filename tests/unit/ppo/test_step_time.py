@@ -3,7 +3,7 @@
 import pytest
 
 from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.ppo.step_time import MeasuredStep
+from verl_rc.ppo.step_time import MeasuredStep, WaitTotals
 
 
 def options(k: float, *, partial: bool = False, every: int = 1) -> AsyncTrainingConfig:
@@ -57,3 +57,27 @@ def test_the_staleness_that_fits_is_not_talked_about() -> None:
 def test_seconds_that_cannot_be(seconds: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="must take more than 0 seconds"):
         MeasuredStep(*seconds)
+
+
+# Two steps of 10 s; seconds waited in each, of the slowest group, the section, and what is said.
+ENDS = [
+    (0.0, 9, options(1), "waited for samples 0% of the time with staleness_threshold=1"),
+    (0.1, 25, options(2), "1 would have kept it busy too, with younger tokens: whole responses never need more"),
+    (5.0, 25, options(1), "engines are the slower side: more devices for them help"),
+    (5.0, 14, options(1, partial=True), "2 would have kept it busy: the slowest prompt took 14 s, a step without waiting 5 s"),
+    (5.0, 9, options(1, partial=True), "engines are the slower side"),
+    (0.0, 14, options(4, partial=True), "1 would have kept it busy too, with younger tokens: the slowest prompt took 14 s"),
+    (5.0, 5, options(0, every=4), "1 would have kept it busy"),
+]
+
+
+@pytest.mark.parametrize(("waited", "longest", "given", "said"), ENDS)
+def test_the_end_of_a_run_names_the_smallest_useful_staleness(
+    waited: float, longest: float, given: AsyncTrainingConfig, said: str
+) -> None:
+    totals = WaitTotals().with_step(10, waited, longest).with_step(10, waited, longest / 2)
+    assert said in totals.advice(given)
+
+
+def test_a_staleness_that_was_right_gets_no_advice() -> None:
+    assert ";" not in WaitTotals().with_step(10, 0.1, 9).advice(options(1))

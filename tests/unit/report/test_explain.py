@@ -158,6 +158,33 @@ def test_the_command_needs_no_files(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 prompts x 4 samples = 32 rows a step" in capsys.readouterr().out
 
 
+ONE_STEP_OFF = ["async=one_step_off", "algorithm.rollout_correction.preset=decoupled_token_is"]
+
+
+def test_the_command_predicts_a_step_from_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """T26."""
+    given = [*overrides(), *ONE_STEP_OFF]
+    assert main(["explain", *given, "--sampling-seconds=12", "--training-seconds=10"]) == 0
+    assert "a step takes 12 s, in turns 22 s" in " ".join(capsys.readouterr().out.split())
+    assert main(["explain", *given]) == 0
+    assert "predicted" not in capsys.readouterr().out
+    assert main(["explain", *given, "--sampling-seconds=95", "--training-seconds=5"]) == 0
+    assert "no staleness_threshold helps: sampling takes 95% of a step" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("seconds", [["--sampling-seconds=12"], ["--sampling-seconds=x", "--training-seconds=1"]])
+def test_seconds_that_are_missing_or_no_numbers(seconds: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *overrides(), *seconds])
+    assert ended.value.code == 2
+    assert "must be given together, as numbers" in capsys.readouterr().err
+
+
+def test_seconds_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *overrides(), "--sampling-seconds=0", "--training-seconds=1"]) == 2
+    assert "must take more than 0 seconds" in capsys.readouterr().err
+
+
 def test_the_command_takes_yaml_as_a_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").write_text("actor_rollout_ref:\n  rollout:\n    n: 6\n")
     given = [text for text in overrides() if "rollout.n=" not in text]

@@ -41,6 +41,12 @@ MEANT = {
         f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
         f"{ACTOR}.loss_scale_factor": 4096,
     },
+    "math_qwen2.5_7b_async_2x8gpu": {
+        f"{CORRECTION}.rollout_is": "token",
+        "async_training.staleness_threshold": 1.0,
+        "async_training.partial_rollout": False,
+        "actor_rollout_ref.hybrid_engine": False,
+    },
     "ppo_qwen2.5_32b_token_is_4x8gpu": {
         "algorithm.adv_estimator": "gae",
         f"{CORRECTION}.rollout_is": "token",

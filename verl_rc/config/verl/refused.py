@@ -171,6 +171,9 @@ _ROLLOUT_LEAVES = {
     "qat": Refusal(_QAT, (*_OFF, {}), switch="enable"),
     "profiler": Refusal(_PROFILER, _OFF, switch="enable"),
     "disaggregation": Refusal("prefill and decoding share an engine; write enabled=False", _OFF, switch="enabled"),
+    "standalone_gpu_memory_utilization": Refusal(
+        "engines never move to the trainer's devices; write gpu_memory_utilization", (None,)
+    ),
     "enable_sleep_mode": Refusal("write rollout.free_cache_engine", ()),
 }
 """Leaves of ``actor_rollout_ref.rollout``."""
