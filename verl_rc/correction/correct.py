@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
+from verl_rc.correction.histogram import log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.rejection import Rejection, find_rejected
+from verl_rc.correction.rejection import Rejection, reject_sequences, reject_tokens
 from verl_rc.correction.sequences import LogProbs, SequenceChunk, SequenceContext, newest_version, sequence_chunks
-from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, sequence_totals
-from verl_rc.correction.totals import Totals, map_totals
-from verl_rc.correction.weights import Weights, importance_weights, with_prompts
+from verl_rc.correction.statistics import CorrectionStatistics, sequence_totals, token_sums
+from verl_rc.correction.totals import TokenSums, map_totals
+from verl_rc.correction.weights import Weights, importance_weights
 from verl_rc.tensor_ops.masked import group_numbers
 
 
@@ -78,12 +79,13 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     context.check(train_log_probs.shape)
     if context.policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(context.policy_versions, response_mask))
-    settings, outputs = config.settings(), _Outputs(log_probs, config.settings())
+    settings = config.settings()
+    outputs = _Outputs(log_probs, settings)
     statistics = _correct(log_probs, settings, context, outputs)
     if config.nonfinite_logprob == "raise":
-        require_finite(statistics.metrics(config), config)
-    weights = outputs.normalised_weights(statistics, settings)
-    return CorrectionResult(weights, outputs.keep_mask(), outputs.rejected_rows, statistics, config)
+        require_finite(statistics.nonfinite_fraction, config)
+    weights = outputs.normalised_weights(statistics)
+    return CorrectionResult(weights, outputs.keep_mask, outputs.rejected_rows, statistics, config)
 
 
 def measure(
@@ -119,12 +121,8 @@ def apply(
     log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config).settings()
     context, outputs = SequenceContext(advantages=advantages), _Outputs(log_probs, settings)
     context.check(train_log_probs.shape)
-    with torch.no_grad():
-        for chunk in sequence_chunks(response_mask):
-            ratio = LogRatio.from_log_probs(log_probs.take(chunk))
-            rejection = find_rejected(ratio, settings, context.take(chunk).advantages)
-            outputs.write(chunk, ratio, rejection, importance_weights(ratio, settings))
-    return outputs.normalised_weights(statistics, settings), outputs.keep_mask()
+    _correct(log_probs, replace(settings, full=False), context, outputs)
+    return outputs.normalised_weights(statistics), outputs.keep_mask
 
 
 def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
@@ -135,58 +133,69 @@ def _correct(
     log_probs: LogProbs, settings: CorrectionSettings, context: SequenceContext, outputs: "_Outputs | None" = None
 ) -> CorrectionStatistics:
     """Statistics of all sequences; ``outputs`` collects what the loss needs."""
+    histogram: list[Tensor] = []
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_chunk(chunk: SequenceChunk) -> tuple[Totals[Tensor], Tensor]:
-        ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
+    def correct_chunk(chunk: SequenceChunk) -> TokenSums[Tensor]:
+        ratio, facts, weights = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk), None
         # Independent of each other: a rejected token keeps its weight, and statistics are those before rejection.
-        rejection, weights = find_rejected(ratio, settings, facts.advantages), importance_weights(ratio, settings)
+        rejection, rules = reject_tokens(ratio, settings, facts.advantages)
+        if settings.weights is not None:
+            # Under ``neutral`` a token without a ratio is weighed, too, as if its ratio were 1.
+            weighted = ratio.response if settings.nonfinite == "neutral" else ratio.ones
+            weights = importance_weights(ratio, settings.weights, weighted)
         if outputs is not None:
-            outputs.write(chunk, ratio, rejection, weights)
-        counts = log_ratio_histograms(ratio) if settings.full else ratio.sums.new_zeros(0)
-        return sequence_totals(ratio, rejection, weights, settings, facts), counts
+            outputs.write(chunk, ratio.response, rejection, weights)
+        if settings.full:
+            histogram.append(log_ratio_histogram(ratio.values, ratio.ones))
+        return token_sums(ratio, rejection, rules, weights, settings, facts)
 
     with torch.no_grad():
         chunks = sequence_chunks(log_probs.response_mask)
         parts = [correct_chunk(chunk) for chunk in chunks]
-        totals = map_totals(lambda *columns, is_extreme: torch.cat(columns), *(rows for rows, _ in parts))
-        if totals.weights is not None and context.group_slots is not None:
-            slots = context.group_slots[torch.cat([chunk.rows for chunk in chunks])]
-            totals = replace(totals, weights=with_prompts(totals.weights, slots))
-        return CorrectionStatistics.from_sequences(totals, torch.stack([counts for _, counts in parts]).sum(dim=0))
+        place = torch.cat([chunk.rows for chunk in chunks]).argsort()
+        found = map_totals(lambda *columns, is_extreme: torch.cat(columns).index_select(0, place), *parts)
+        # One pass for all sequences: operations on a chunk's few would take as long as those on its tokens.
+        rejection, sums = reject_sequences(found, settings), found.sums
+        if outputs is not None:
+            outputs.reject(rejection.kept, found)
+        totals, histograms = sequence_totals(found, rejection, settings, context), []
+        if settings.full:
+            logs = sums.log_ratio, sums.mean(sums.log_ratio)
+            histograms = [torch.stack(histogram).sum(dim=0), *(log_ratio_histogram(some, sums.real) for some in logs)]
+        return CorrectionStatistics.from_sequences(totals, histograms)
 
 
 class _Outputs:
-    """Weights and masks for the loss, written chunk by chunk."""
+    """Weights and masks for the loss: of tokens chunk by chunk, of sequences at the end."""
 
     def __init__(self, log_probs: LogProbs, settings: CorrectionSettings) -> None:
         shape, device = log_probs.train.shape, log_probs.train.device
-        self.rejected_rows = torch.zeros(shape[:1], dtype=torch.bool, device=device)
+        self._settings = settings.weights
         self._weights = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
-        self._keep_tokens = torch.ones(shape, dtype=torch.bool, device=device)
-        self._keep_rows = torch.ones_like(self.rejected_rows)
+        self.keep_mask = torch.ones(shape, dtype=torch.bool, device=device)
+        self.rejected_rows = torch.zeros(shape[:1], dtype=torch.bool, device=device)
 
-    def write(self, chunk: SequenceChunk, ratio: LogRatio, rejection: Rejection, weights: Weights | None) -> None:
+    def write(self, chunk: SequenceChunk, response: Tensor, rejection: Rejection, weights: Weights | None) -> None:
         """Write those of one chunk."""
-        rejected = (ratio.response_tokens > 0) & (rejection.kept == 0)
-        self.rejected_rows.index_copy_(0, chunk.rows, rejected)
-        self._keep_rows.index_copy_(0, chunk.rows, rejection.keep_rows)
-        if rejection.tokens:
-            chunk.write((ratio.response - rejection.keep_tokens).bool().logical_not_(), self._keep_tokens)
+        if rejection.causes:
+            chunk.write((response - rejection.kept).bool().logical_not_(), self.keep_mask)
         if weights is not None and self._weights is not None:
             chunk.write(weights.applied, self._weights)
 
-    def keep_mask(self) -> Tensor:
-        """bool ``[B, T]``; rows are rejected with the padding that no chunk reaches."""
-        return self._keep_rows[:, None].expand_as(self._keep_tokens).contiguous().logical_and_(self._keep_tokens)
+    def reject(self, kept: Tensor, found: TokenSums[Tensor]) -> None:
+        """Reject the sequences that are not ``kept`` as a whole, with the padding that no chunk reaches."""
+        # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
+        self.keep_mask.logical_and_(kept.bool()[:, None].expand_as(self.keep_mask).contiguous())
+        self.rejected_rows = (found.sums.response_tokens > 0) & (kept * found.kept == 0)
 
-    def normalised_weights(self, statistics: CorrectionStatistics, settings: CorrectionSettings) -> Tensor | None:
+    def normalised_weights(self, statistics: CorrectionStatistics) -> Tensor | None:
         """``[B, T]``, divided by the batch's mean weight where that was asked for; None: there are none."""
-        if self._weights is None or settings.weights is None or not settings.weights.batch_normalize:
+        if self._weights is None or self._settings is None or not self._settings.batch_normalize:
             return self._weights
         of_batch = statistics.totals().weights
         assert of_batch is not None
-        excess = (of_batch.applied.rows if settings.weights.is_per_row else of_batch.applied.tokens).excess
+        excess = (of_batch.applied.rows if self._settings.is_per_row else of_batch.applied.tokens).excess
         mean = 1.0 + excess.total / excess.count.clamp_min(1.0)
         # As in ``rollout_is_batch_norm_factor``, but the number stays on its device.
         return self._weights.div_(torch.where(mean > SMALLEST_NORMALISER, mean, 1.0))
@@ -196,15 +205,13 @@ class NonFiniteLogProbError(ValueError):
     """Too many tokens have log-probs that are not finite numbers."""
 
 
-def require_finite(metrics: Mapping[str, float], config: RolloutCorrectionConfig) -> None:
-    """Raise ``NonFiniteLogProbError`` when more log-probs than the configuration allows are NaN or infinite.
+def require_finite(share: float, config: RolloutCorrectionConfig) -> None:
+    """Raise ``NonFiniteLogProbError`` when a larger share of the response tokens than the configuration allows is not finite.
 
-    ``metrics`` are those of a correction. Under ``nonfinite_logprob=raise`` none is allowed, else the share
-    ``nonfinite_stop_fraction`` of the response tokens.
+    Under ``nonfinite_logprob=raise`` none may be, else the share ``nonfinite_stop_fraction``.
     """
     section = "algorithm.rollout_correction"
     allowed = 0.0 if config.nonfinite_logprob == "raise" else config.nonfinite_stop_fraction
-    share = metrics["rollout_corr/nonfinite_token_fraction"]
     if share > allowed:
         raise NonFiniteLogProbError(
             f"at most {allowed:.2%} of the response tokens may have a log-prob that is NaN or infinite, got {share:.2%}. "
