@@ -12,7 +12,7 @@ from torch.linalg import vecdot
 from torch.nn.functional import pad
 
 from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
-from verl_rc.correction.histogram import NUM_BINS
+from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Rejection, exclusive_fractions, rejection_means, rule_statistic, rule_totals
@@ -25,10 +25,9 @@ from verl_rc.correction.totals import (
     Means,
     Moments,
     RuleSums,
-    RuleTotals,
+    SequenceSums,
     TokenSums,
     Totals,
-    WeightSums,
     map_totals,
 )
 from verl_rc.correction.weights import (
@@ -134,7 +133,7 @@ def token_sums(
     facts: SequenceContext,
 ) -> TokenSums[Tensor]:
     """What the tokens of some sequences ``[b]`` add up to; ``rules`` is what those on tokens found."""
-    sums, veto, age, of_weights, raw_weight, full = ratio.sums, None, None, list[WeightSums[Tensor]](), None, None
+    sums, veto, age, of_weights, raw_weight, full = ratio.sums, None, None, list[Any](), None, None
     means = {"safety_clamped_fraction": Mean(ratio.count(indicator(torch.ne, ratio.values, ratio.bounded)), sums.tokens)}
     if settings.log_veto is not None:
         # Unbounded log-ratios are compared: a veto may lie beyond the safety bound.
@@ -219,9 +218,11 @@ def sequence_totals(
     found: TokenSums[Tensor], rejection: Rejection, settings: CorrectionSettings, facts: SequenceContext
 ) -> Totals[Tensor]:
     """What every sequence ``[B]`` adds to the statistics, from what its tokens add up to."""
-    sums, kept, weights, rules, full = found.sums, rejection.kept * found.kept, None, dict[str, RuleTotals[Tensor]](), found.full
+    sums, kept, weights, rules, full = found.sums, rejection.kept * found.kept, None, dict[str, Any](), found.full
     means = found.means | _gap_means(found) | rejection_means(found, kept, settings)
-    ages = [replace(age, rejected=_with_whole(age.rejected, rejection.kept)) for age in found.ages]
+    # Tokens of an age that are kept by themselves are rejected with their sequences.
+    rejected = [age.rejected.count - rejection.kept * (age.rejected.count - age.rejected.total) for age in found.ages]
+    ages = [replace(age, rejected=Mean(n, age.rejected.count)) for age, n in zip(found.ages, rejected, strict=True)]
     if settings.weights is not None:
         weights, shares = weight_totals(found, settings.weights)
         weights = weights if facts.group_slots is None else with_prompts(weights, facts.group_slots)
@@ -242,11 +243,6 @@ def sequence_totals(
     difference = extremes(-sums.mean(sums.log_ratio), sums.tokens)
     response = sums.response_tokens
     return Totals(found.gap, response, kept, kept > 0, means, difference, weights, rules, tuple(ages), found.age, full)
-
-
-def _with_whole(rejected: Mean[Tensor], kept: Tensor) -> Mean[Tensor]:
-    """Rejected tokens with those of the sequences that are not ``kept``."""
-    return Mean(rejected.count - kept * (rejected.count - rejected.total), rejected.count)
 
 
 def _gap_means(found: TokenSums[Tensor]) -> Means[Tensor]:
@@ -279,3 +275,8 @@ def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tens
         for name, some in (("kept", kept > 0), ("rejected", there & (kept == 0))):
             splits[f"{name}_score_mean"] = Mean(scores * some, some)
     return splits | {f"kept_fraction_{name}": Mean(kept * some, response * some) for name, some in groups.items()}
+
+
+def sequence_histograms(sums: SequenceSums[Tensor]) -> list[Tensor]:
+    """Counts of the log-ratios of sequences, and of their means over tokens."""
+    return [log_ratio_histogram(logs, sums.real) for logs in (sums.log_ratio, sums.mean(sums.log_ratio))]
