@@ -25,7 +25,7 @@ class Rejection:
         """Of ``candidates``, 1 and 0. Every cause applies to all of them, not to what another one has left."""
         if not causes:
             return cls(causes, candidates)
-        return cls(causes, indicator(torch.eq, sum(causes.values()), 0.0).mul_(candidates))
+        return cls(causes, indicator(torch.eq, sum(causes.values(), torch.zeros_like(candidates)), 0.0).mul_(candidates))
 
     @property
     def alone(self) -> dict[str, Tensor]:
