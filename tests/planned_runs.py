@@ -138,7 +138,7 @@ def corrected(batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionCon
         return batch, counts
     statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
     if config.nonfinite_logprob == "raise":
-        require_finite(statistics.metrics(config), config)
+        require_finite(statistics.nonfinite_fraction, config)
     if config.rejection_denominator == "kept":
         counts = kept_counts(statistics)
     return correct_current(batch, log_probs, config, statistics), counts

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl_rc.config.rollout_correction import CorrectionSettings, RolloutCorrectionConfig
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig, WeightSettings
+from verl_rc.correction.histogram import log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio
 from verl_rc.correction.metrics import SMALLEST_NORMALISER
-from verl_rc.correction.rejection import Rejection, find_rejected
+from verl_rc.correction.rejection import reject_sequences, reject_tokens
 from verl_rc.correction.sequences import LogProbs, SequenceChunk, SequenceContext, newest_version, sequence_chunks
-from verl_rc.correction.statistics import CorrectionStatistics, log_ratio_histograms, sequence_totals
-from verl_rc.correction.totals import Totals, map_totals
-from verl_rc.correction.weights import Weights, importance_weights, with_prompts
+from verl_rc.correction.statistics import CorrectionStatistics, sequence_histograms, sequence_totals, token_sums
+from verl_rc.correction.totals import TokenSums, map_totals
+from verl_rc.correction.weights import importance_weights
 from verl_rc.tensor_ops.masked import group_numbers
 
 
@@ -78,12 +79,10 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     context.check(train_log_probs.shape)
     if context.policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(context.policy_versions, response_mask))
-    settings, outputs = config.settings(), _Outputs(log_probs, config.settings())
-    statistics = _correct(log_probs, settings, context, outputs)
+    result = _correct(log_probs, config, context)
     if config.nonfinite_logprob == "raise":
-        require_finite(statistics.metrics(config), config)
-    weights = outputs.normalised_weights(statistics, settings)
-    return CorrectionResult(weights, outputs.keep_mask(), outputs.rejected_rows, statistics, config)
+        require_finite(result.statistics.nonfinite_fraction, config)
+    return result
 
 
 def measure(
@@ -100,7 +99,7 @@ def measure(
     """
     log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), context or SequenceContext()
     context.check(train_log_probs.shape)
-    return _correct(log_probs, _as_config(config).settings(), context)
+    return _correct(log_probs, _as_config(config), context).statistics
 
 
 def apply(
@@ -116,15 +115,10 @@ def apply(
     Batch normalisation divides by the batch's mean weight: over tokens, or over rows where a row has one weight. ``advantages``
     ``[B, T]`` are needed by rules that depend on their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
     """
-    log_probs, settings = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config).settings()
-    context, outputs = SequenceContext(advantages=advantages), _Outputs(log_probs, settings)
+    log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), SequenceContext(advantages=advantages)
     context.check(train_log_probs.shape)
-    with torch.no_grad():
-        for chunk in sequence_chunks(response_mask):
-            ratio = LogRatio.from_log_probs(log_probs.take(chunk))
-            rejection = find_rejected(ratio, settings, context.take(chunk).advantages)
-            outputs.write(chunk, ratio, rejection, importance_weights(ratio, settings))
-    return outputs.normalised_weights(statistics, settings), outputs.keep_mask()
+    result = _correct(log_probs, _as_config(config), context, statistics)
+    return result.weights, result.keep_mask
 
 
 def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> RolloutCorrectionConfig:
@@ -132,79 +126,69 @@ def _as_config(given: RolloutCorrectionConfig | Mapping[str, object]) -> Rollout
 
 
 def _correct(
-    log_probs: LogProbs, settings: CorrectionSettings, context: SequenceContext, outputs: "_Outputs | None" = None
-) -> CorrectionStatistics:
-    """Statistics of all sequences; ``outputs`` collects what the loss needs."""
+    log_probs: LogProbs, config: RolloutCorrectionConfig, context: SequenceContext, batch: CorrectionStatistics | None = None
+) -> CorrectionResult:
+    """Correct all sequences; they belong to a ``batch`` with these statistics, or are one."""
+    settings, (shape, device) = config.settings(), (log_probs.train.shape, log_probs.train.device)
+    if batch is not None:
+        settings = replace(settings, full=False)  # the statistics of a part are of no use
+    applied = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
+    keep_mask, counts = torch.ones(shape, dtype=torch.bool, device=device), list[Tensor]()
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_chunk(chunk: SequenceChunk) -> tuple[Totals[Tensor], Tensor]:
-        ratio, facts = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk)
+    def correct_chunk(chunk: SequenceChunk) -> TokenSums[Tensor]:
+        ratio, facts, weights = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk), None
         # Independent of each other: a rejected token keeps its weight, and statistics are those before rejection.
-        rejection, weights = find_rejected(ratio, settings, facts.advantages), importance_weights(ratio, settings)
-        if outputs is not None:
-            outputs.write(chunk, ratio, rejection, weights)
-        counts = log_ratio_histograms(ratio) if settings.full else ratio.sums.new_zeros(0)
-        return sequence_totals(ratio, rejection, weights, settings, facts), counts
+        rejection, rules = reject_tokens(ratio, settings, facts.advantages)
+        if rejection.causes:
+            chunk.write((ratio.response - rejection.kept).bool().logical_not_(), keep_mask)
+        if settings.weights is not None and applied is not None:
+            # Under ``neutral`` a token without a ratio is weighed, too, as if its ratio were 1.
+            weighted = ratio.response if settings.nonfinite == "neutral" else ratio.ones
+            weights = importance_weights(ratio, settings.weights, weighted)
+            chunk.write(weights.applied, applied)
+        if settings.full:
+            counts.append(log_ratio_histogram(ratio.values, ratio.ones))
+        return token_sums(ratio, rejection, rules, weights, settings, facts)
 
     with torch.no_grad():
         chunks = sequence_chunks(log_probs.response_mask)
         parts = [correct_chunk(chunk) for chunk in chunks]
-        totals = map_totals(lambda *columns, is_extreme: torch.cat(columns), *(rows for rows, _ in parts))
-        if totals.weights is not None and context.group_slots is not None:
-            slots = context.group_slots[torch.cat([chunk.rows for chunk in chunks])]
-            totals = replace(totals, weights=with_prompts(totals.weights, slots))
-        return CorrectionStatistics.from_sequences(totals, torch.stack([counts for _, counts in parts]).sum(dim=0))
+        place = torch.cat([chunk.rows for chunk in chunks]).argsort()
+        found = map_totals(lambda *columns, is_extreme: torch.cat(columns).index_select(0, place), *parts)
+        # For all sequences at once: operations on the few of a chunk would take as long as those on its tokens.
+        rejection = reject_sequences(found, settings)
+        # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
+        keep_mask.logical_and_(rejection.kept.bool()[:, None].expand(shape).contiguous())
+        rejected_rows = (found.sums.response_tokens > 0) & (rejection.kept * found.kept == 0)
+        totals = sequence_totals(found, rejection, settings, context)
+        counts = [torch.stack(counts).sum(dim=0), *sequence_histograms(found.sums)] if settings.full else []
+        statistics = CorrectionStatistics.from_sequences(totals, counts)
+        if applied is not None and settings.weights is not None and settings.weights.batch_normalize:
+            applied.div_(_mean_weight(batch or statistics, settings.weights))
+    return CorrectionResult(applied, keep_mask, rejected_rows, statistics, config)
 
 
-class _Outputs:
-    """Weights and masks for the loss, written chunk by chunk."""
-
-    def __init__(self, log_probs: LogProbs, settings: CorrectionSettings) -> None:
-        shape, device = log_probs.train.shape, log_probs.train.device
-        self.rejected_rows = torch.zeros(shape[:1], dtype=torch.bool, device=device)
-        self._weights = None if settings.weights is None else torch.zeros(shape, dtype=log_probs.dtype, device=device)
-        self._keep_tokens = torch.ones(shape, dtype=torch.bool, device=device)
-        self._keep_rows = torch.ones_like(self.rejected_rows)
-
-    def write(self, chunk: SequenceChunk, ratio: LogRatio, rejection: Rejection, weights: Weights | None) -> None:
-        """Write those of one chunk."""
-        rejected = (ratio.response_tokens > 0) & (rejection.kept == 0)
-        self.rejected_rows.index_copy_(0, chunk.rows, rejected)
-        self._keep_rows.index_copy_(0, chunk.rows, rejection.keep_rows)
-        if rejection.tokens:
-            chunk.write((ratio.response - rejection.keep_tokens).bool().logical_not_(), self._keep_tokens)
-        if weights is not None and self._weights is not None:
-            chunk.write(weights.applied, self._weights)
-
-    def keep_mask(self) -> Tensor:
-        """bool ``[B, T]``; rows are rejected with the padding that no chunk reaches."""
-        return self._keep_rows[:, None].expand_as(self._keep_tokens).contiguous().logical_and_(self._keep_tokens)
-
-    def normalised_weights(self, statistics: CorrectionStatistics, settings: CorrectionSettings) -> Tensor | None:
-        """``[B, T]``, divided by the batch's mean weight where that was asked for; None: there are none."""
-        if self._weights is None or settings.weights is None or not settings.weights.batch_normalize:
-            return self._weights
-        of_batch = statistics.totals().weights
-        assert of_batch is not None
-        excess = (of_batch.applied.rows if settings.weights.is_per_row else of_batch.applied.tokens).excess
-        mean = 1.0 + excess.total / excess.count.clamp_min(1.0)
-        # As in ``rollout_is_batch_norm_factor``, but the number stays on its device.
-        return self._weights.div_(torch.where(mean > SMALLEST_NORMALISER, mean, 1.0))
+def _mean_weight(batch: CorrectionStatistics, settings: WeightSettings) -> Tensor:
+    """What the batch's weights are divided by: ``rollout_is_batch_norm_factor``, but the number stays on its device."""
+    weights = batch.totals().weights
+    assert weights is not None
+    excess = (weights.applied.rows if settings.is_per_row else weights.applied.tokens).excess
+    mean = 1.0 + excess.total / excess.count.clamp_min(1.0)
+    return torch.where(mean > SMALLEST_NORMALISER, mean, 1.0)
 
 
 class NonFiniteLogProbError(ValueError):
     """Too many tokens have log-probs that are not finite numbers."""
 
 
-def require_finite(metrics: Mapping[str, float], config: RolloutCorrectionConfig) -> None:
-    """Raise ``NonFiniteLogProbError`` when more log-probs than the configuration allows are NaN or infinite.
+def require_finite(share: float, config: RolloutCorrectionConfig) -> None:
+    """Raise ``NonFiniteLogProbError`` when a larger share of the response tokens than the configuration allows is not finite.
 
-    ``metrics`` are those of a correction. Under ``nonfinite_logprob=raise`` none is allowed, else the share
-    ``nonfinite_stop_fraction`` of the response tokens.
+    Under ``nonfinite_logprob=raise`` none may be, else the share ``nonfinite_stop_fraction``.
     """
     section = "algorithm.rollout_correction"
     allowed = 0.0 if config.nonfinite_logprob == "raise" else config.nonfinite_stop_fraction
-    share = metrics["rollout_corr/nonfinite_token_fraction"]
     if share > allowed:
         raise NonFiniteLogProbError(
             f"at most {allowed:.2%} of the response tokens may have a log-prob that is NaN or infinite, got {share:.2%}. "

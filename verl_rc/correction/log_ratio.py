@@ -11,7 +11,7 @@ from torch.linalg import vecdot
 
 from verl_rc.config.rejection_rules import Divergence
 from verl_rc.correction.sequences import LogProbs
-from verl_rc.correction.totals import Extremes, Moments
+from verl_rc.correction.totals import Extremes, Moments, SequenceSums
 from verl_rc.tensor_ops import binary_kl, bound_log_ratio, k1_estimate, k2_estimate
 
 PROBABILITY_MARGIN = 1e-8
@@ -20,7 +20,7 @@ PROBABILITY_MARGIN = 1e-8
 
 @dataclass(frozen=True)
 class LogRatio:
-    """``l = log pi_train - log pi_rollout`` of some rows, what it adds up to, and the statistics that rules look at.
+    """``l = log pi_train - log pi_rollout`` of the tokens of some sequences, and the statistics that rules look at.
 
     Every ``[b, t]`` is finite, and 0 where no token is valid, so that plain sums are masked sums. Differences have the precision
     of the log-probs (float32 at least); exponentials and sums are float64. Masks are numbers, 1 and 0: on a CPU a product takes
@@ -34,12 +34,7 @@ class LogRatio:
     response: Tensor
     """``[b, t]``: 1 for response tokens, and 0 elsewhere."""
     log_probs: LogProbs
-    tokens: Tensor
-    """float64 ``[b]``: valid tokens."""
-    response_tokens: Tensor
-    """float64 ``[b]``."""
-    sums: Tensor
-    """float64 ``[b]``: ``sum_t l_t`` over the valid tokens, unbounded."""
+    sums: SequenceSums[Tensor]
 
     @classmethod
     def from_log_probs(cls, log_probs: LogProbs) -> "LogRatio":
@@ -54,21 +49,12 @@ class LogRatio:
         values.mul_(ones)  # what is not finite is 0 by now: 0 times infinity would be NaN
         # A count is exact in float32, too, up to 16 million.
         tokens, response_tokens = ones.sum(dim=-1).double(), response.sum(dim=-1).double()
-        return cls(values, ones, response, log_probs, tokens, response_tokens, sequence_sum(values))
+        return cls(values, ones, response, log_probs, SequenceSums(tokens, response_tokens, sequence_sum(values)))
 
     @cached_property
     def train(self) -> Tensor:
         """``[b, t]``: log-probs of the valid tokens under the train policy, nats."""
         return torch.nan_to_num(self.log_probs.train.detach().to(self.log_probs.dtype), 0.0, 0.0, 0.0).mul_(self.ones)
-
-    @cached_property
-    def real(self) -> Tensor:
-        """float64 ``[b]``: 1 for rows with valid tokens, which means over rows are taken of, and 0 for all others."""
-        return self.tokens.clamp_max(1.0)
-
-    def mean(self, sums: Tensor) -> Tensor:
-        """Means ``[b]`` over the valid tokens of each row, from their sums; 0 for rows without any."""
-        return sums / self.tokens.clamp_min(1.0)
 
     @cached_property
     def bounded(self) -> Tensor:
@@ -88,8 +74,8 @@ class LogRatio:
 
     @cached_property
     def ratios(self) -> Moments[Tensor]:
-        """Of ``rho - 1``."""
-        return Moments(sequence_sum(self.excess), self.tokens, vecdot(self.excess, self.excess))
+        """Of ``rho - 1``, float64 ``[b]``."""
+        return Moments(sequence_sum(self.excess), self.sums.tokens, vecdot(self.excess, self.excess))
 
     @cached_property
     def k3(self) -> Tensor:

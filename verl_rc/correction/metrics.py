@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.histogram import BINS_PER_SIDE, bin_value, pareto_k, percentiles
-from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Gap, Moments, RuleTotals, Totals, WeightTotals
+from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Gap, Mean, Moments, RuleTotals, Totals, WeightTotals
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 SMALLEST_NORMALISER = 1e-8
@@ -28,6 +28,8 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
     """All ``rollout_corr/*`` metrics of the sequences in ``numbers``; 0 where nothing was measured."""
     totals = numbers.totals
     metrics = {name: mean.value for name, mean in totals.means.items()}
+    metrics |= {"kl": -Mean(totals.gap.log_ratio, totals.gap.tokens).value, "k3_kl": totals.gap.mean_k3}
+    metrics["nonfinite_token_fraction"] = totals.nonfinite_fraction
     metrics |= _extremes("log_ppl_diff_", totals.log_ppl_diff)
     if settings.weights is not None and totals.weights is not None:
         # Before normalisation: a factor of the whole batch must not hide what the weights themselves do.
@@ -37,7 +39,7 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
     for name, rule in totals.rules.items():
         metrics |= _rule_metrics(f"rollout_rs_{name}_", rule)
     for age, of_age in enumerate(totals.ages):
-        metrics |= _age_metrics(f"age_{age}", of_age, totals.tokens)
+        metrics |= _age_metrics(f"age_{age}", of_age, totals.gap.tokens)
     if totals.age is not None and totals.age.largest > -math.inf:
         metrics["token_age_max"] = totals.age.largest
     if totals.full is not None:
@@ -45,7 +47,7 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
         metrics |= {name: split.value for name, split in totals.full.splits.items() if split.count}
         if totals.full.turns[1].tokens:  # nothing is split where every response has one turn
             for turn, gap in enumerate(totals.full.turns):
-                metrics |= _gap_metrics(f"turn_{turn}", gap, totals.tokens)
+                metrics |= _gap_metrics(f"turn_{turn}", gap, totals.gap.tokens)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -156,7 +158,7 @@ def _gap_metrics(name: str, gap: Gap[float], tokens: float) -> dict[str, float]:
     return {
         f"{name}_token_fraction": gap.tokens / tokens,
         f"{name}_kl": -gap.log_ratio / gap.tokens,
-        f"{name}_k3_kl": gap.k3 / gap.tokens,
+        f"{name}_k3_kl": gap.mean_k3,
     }
 
 

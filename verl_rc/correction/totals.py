@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 T = TypeVar("T")
 
 
@@ -31,6 +33,10 @@ class Mean(Generic[T]):
     def value(self: "Mean[float]") -> float:
         """0 when there are none."""
         return self.total / self.count if self.count else 0.0
+
+
+Means = dict[str, Mean[T]]
+"""Metrics that are plain means or shares, by name."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,22 @@ class WeightTotals(Generic[T]):
 
 
 @dataclass(frozen=True)
+class RuleSums(Generic[T]):
+    """What one rejection rule found in each sequence."""
+
+    mean: T
+    """The statistic of the sequence; of a rule on tokens the mean over them."""
+    total: T
+    """Sum over tokens."""
+    clamped: Moments[T]
+    extremes: Extremes[T]
+    """As in ``RuleTotals``."""
+    above: T
+    """Tokens, or 1 for a sequence, above the rule's bounds."""
+    below: T
+
+
+@dataclass(frozen=True)
 class RuleTotals(Generic[T]):
     """The statistic of one rejection rule, over tokens or, for ``seq_*`` rules, over rows."""
 
@@ -119,6 +141,11 @@ class Gap(Generic[T]):
     tokens: T
     log_ratio: T
     k3: T
+
+    @property
+    def mean_k3(self: "Gap[float]") -> float:
+        """The k3 estimate of KL(rollout || train), nats per token; 0 without tokens."""
+        return self.k3 / self.tokens if self.tokens else 0.0
 
 
 @dataclass(frozen=True)
@@ -146,7 +173,7 @@ class FullTotals(Generic[T]):
     """Of the product of a row's ratios, less 1."""
     turns: tuple[Gap[T], ...]
     """By turn of the policy; the last holds all later ones."""
-    splits: dict[str, Mean[T]]
+    splits: Means[T]
     """Metrics of some group of rows or tokens, by name, left out where nothing is in it."""
 
 
@@ -154,13 +181,13 @@ class FullTotals(Generic[T]):
 class Totals(Generic[T]):
     """Everything that is measured of some rows, before rejection."""
 
-    tokens: T
-    """Response tokens with two finite log-probs."""
+    gap: Gap[T]
+    """Over the response tokens with two finite log-probs."""
+    response_tokens: T
     kept_tokens: T
     kept_rows: T
     """Rows with a kept token."""
-    means: dict[str, Mean[T]]
-    """Metrics that are plain means or shares, by name."""
+    means: Means[T]
     log_ppl_diff: Extremes[T]
     weights: WeightTotals[T] | None
     rules: dict[str, RuleTotals[T]]
@@ -168,6 +195,61 @@ class Totals(Generic[T]):
     """By updates since the weights that sampled a token; the last holds all older ones. Empty: ages are unknown."""
     age: Extremes[T] | None
     full: FullTotals[T] | None
+
+    @property
+    def nonfinite_fraction(self: "Totals[float]") -> float:
+        """Share of the response tokens with a log-prob that is NaN or infinite."""
+        return Mean(self.response_tokens - self.gap.tokens, self.response_tokens).value
+
+
+@dataclass(frozen=True)
+class SequenceSums(Generic[T]):
+    """Tokens of sequences, and the log-ratios of their products; float64 ``[B]``."""
+
+    tokens: T
+    """Valid tokens: response tokens with two finite log-probs."""
+    response_tokens: T
+    log_ratio: T
+    """``sum_t l_t`` over the valid tokens, unbounded."""
+
+    @property
+    def real(self: "SequenceSums[Tensor]") -> Tensor:
+        """1 for sequences with valid tokens, which means over sequences are taken of, and 0 for all others."""
+        return self.tokens.clamp_max(1.0)
+
+    def mean(self: "SequenceSums[Tensor]", sums: Tensor) -> Tensor:
+        """Means over the valid tokens of each sequence, from their sums; 0 for sequences without any."""
+        return sums / self.tokens.clamp_min(1.0)
+
+
+@dataclass(frozen=True)
+class TokenSums(Generic[T]):
+    """What the tokens of sequences add up to, ``[B]``: all that needs a look at single tokens."""
+
+    sums: SequenceSums[T]
+    gap: Gap[T]
+    train: T
+    """Log-probs under the train policy."""
+    ratios: Moments[T]
+    """``rho - 1``."""
+    kept: T
+    """Response tokens that are not rejected by themselves."""
+    below_veto: T | None
+    statistics: dict[str, T]
+    """By name of a rule on sequences."""
+    means: Means[T]
+    rules: dict[str, RuleSums[T]]
+    """Of rules on tokens."""
+    weights: tuple[WeightSums[T], ...]
+    """Applied, and with full diagnostics raw. Empty: there are none, or all tokens of a sequence share one."""
+    raw_weight: T | None
+    """Their mean ``w - 1`` before the threshold."""
+    ages: tuple[AgeTotals[T], ...]
+    age: Extremes[T] | None
+    full: FullTotals[T] | None
+    """Its splits are by sign of the advantage: tokens not rejected by themselves, of all."""
+    alone: dict[str, T]
+    """With full diagnostics, by cause: tokens that no other cause rejects by themselves."""
 
 
 def map_totals(convert: Callable[..., Any], *records: Any, is_extreme: bool = False) -> Any:

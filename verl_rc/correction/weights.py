@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.linalg import vecdot
 
-from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
+from verl_rc.config.rollout_correction import WeightSettings
 from verl_rc.config.thresholds import Threshold
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
-from verl_rc.correction.rejection import Means
-from verl_rc.correction.totals import Mean, Moments, WeightLevels, WeightSums, WeightTotals
+from verl_rc.correction.totals import Mean, Means, Moments, SequenceSums, TokenSums, WeightLevels, WeightSums, WeightTotals
 from verl_rc.tensor_ops import bound_log_ratio
 
 
@@ -32,37 +31,41 @@ class Weights:
     """``[b, t]``, in the precision of the log-ratios: ``w`` after the threshold for each token, 0 where none counts."""
 
 
-def importance_weights(ratio: LogRatio, settings: CorrectionSettings) -> Weights | None:
-    """``exp`` of a log-weight within ±``LOG_RATIO_BOUND``, then the threshold; None: no weights. Log-weights by level:
+def importance_weights(ratio: LogRatio, settings: WeightSettings, weighted: Tensor) -> Weights:
+    """``exp`` of a log-weight within ±``LOG_RATIO_BOUND``, then the threshold, for the tokens where ``weighted`` is 1.
 
-    token: ``l_t``, which corrects the action but not the states. prefix: ``sum_{s<=t} l_s``, which corrects both (per-decision
-    importance sampling: Precup, Sutton and Singh 2000). sequence: ``sum_t l_t``, the unbiased ratio of whole responses.
-    geometric: ``mean_t l_t``, which does not grow with length. Under ``nonfinite_logprob=neutral`` response tokens that are not
-    valid get a weight, too, as if their ratio were 1.
+    Log-weights by level. token: ``l_t``, which corrects the action but not the states. prefix: ``sum_{s<=t} l_s``, which
+    corrects both (per-decision importance sampling: Precup, Sutton and Singh 2000). Others: see ``sequence_weights``.
     """
-    if settings.weights is None:
-        return None
-    level, threshold, dtype = settings.weights.level, settings.weights.threshold, ratio.values.dtype
-    weighted = ratio.response if settings.nonfinite == "neutral" else ratio.ones
-    if settings.weights.is_per_row:
-        logs = ratio.sums if level == "sequence" else ratio.mean(ratio.sums)
-        # The sum is bounded, not its terms: single tokens beyond the bound may well make up for each other.
-        raw = torch.expm1(bound_log_ratio(logs))
-        excess = bounded_excess(raw, threshold)
+    bounds, dtype = settings.threshold, weighted.dtype
+    if settings.is_per_row:
+        logs, raw, excess = sequence_weights(ratio.sums, settings)
         return Weights(logs, raw, excess, (1.0 + excess).to(dtype)[:, None] * weighted)
     logs, raw = ratio.values, ratio.excess
-    if level == "prefix":
+    if settings.level == "prefix":
         # Sums of thousands of terms: float32 would lose the digits of the last ones.
         logs = ratio.values.cumsum(dim=-1, dtype=torch.float64)
         raw = torch.expm1(bound_log_ratio(logs))
-    excess = bounded_excess(raw, threshold)
+    excess = bounded_excess(raw, bounds)
     applied = (1.0 + excess).to(dtype).mul_(weighted)
     # Where no token is valid, prefixes run on, and bounds without 1 in them leave another weight.
-    if level == "prefix":
+    if settings.level == "prefix":
         logs, raw = logs * ratio.ones, raw * ratio.ones
-    if level == "prefix" or not threshold.keeps_one:
+    if settings.level == "prefix" or not bounds.keeps_one:
         excess = excess * ratio.ones
     return Weights(logs, raw, excess, applied)
+
+
+def sequence_weights(sums: SequenceSums[Tensor], settings: WeightSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """One weight for all tokens of a sequence, ``[B]``: its logarithm, and ``w - 1`` before and after the threshold.
+
+    sequence: ``exp(sum_t l_t)``, the unbiased ratio of whole responses. geometric: ``exp(mean_t l_t)``, which does not grow with
+    length.
+    """
+    logs = sums.log_ratio if settings.level == "sequence" else sums.mean(sums.log_ratio)
+    # The sum is bounded, not its terms: single tokens beyond the bound may well make up for each other.
+    raw = torch.expm1(bound_log_ratio(logs))
+    return logs, raw, bounded_excess(raw, settings.threshold)
 
 
 def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
@@ -76,39 +79,29 @@ def bounded_excess(excess: Tensor, threshold: Threshold) -> Tensor:
     return excess.masked_fill(~inside, -1.0)
 
 
-def weight_totals(
-    weights: Weights, settings: WeightSettings, ratio: LogRatio, *, full: bool
-) -> tuple[WeightTotals[Tensor], Means]:
-    """What each sequence adds to the weights' statistics, and to the metrics that are shares."""
-    threshold, tokens, real = settings.threshold, ratio.tokens, ratio.real
-    applied = _levels(weights.excess, ratio)
-    raw = _levels(weights.raw_excess, ratio) if full or settings.is_per_row else None
-    row_raw = weights.raw_excess if settings.is_per_row else ratio.mean(sequence_sum(weights.raw_excess))
-    rows_high, rows_low = real * (row_raw > threshold.upper - 1.0), real * (row_raw < threshold.reciprocal_lower - 1.0)
-    if settings.is_per_row:
-        high, low, judged, outside = rows_high, rows_low, real, tokens * (rows_high + rows_low)
+def token_weight_means(weights: Weights, threshold: Threshold, ratio: LogRatio) -> Means[Tensor]:
+    """Shares of tokens with a weight above and below the threshold, where every token has its own."""
+    # Logarithms are compared, not weights: they are known beyond the safety bound, too.
+    high = ratio.count(indicator(torch.gt, weights.logs, math.log(threshold.upper)))
+    low, tokens = ratio.count(indicator(torch.lt, weights.logs, math.log(threshold.reciprocal_lower))), ratio.sums.tokens
+    means = {"rollout_is_ratio_fraction_high": Mean(high, tokens), "rollout_is_ratio_fraction_low": Mean(low, tokens)}
+    return means if threshold.lower is None else {**means, "rollout_is_oob_ratio": Mean(high + low, tokens)}
+
+
+def weight_totals(found: TokenSums[Tensor], settings: WeightSettings) -> tuple[WeightTotals[Tensor], Means[Tensor]]:
+    """What every sequence adds to the weights' statistics, and to the metrics that are shares."""
+    sums, bounds, raw_mean = found.sums, settings.threshold, found.raw_weight
+    if raw_mean is None:  # all tokens of a sequence share one weight
+        _, raw_mean, excess = sequence_weights(sums, settings)
+        levels = [WeightLevels(weighted_sums(e, sums.tokens), weighted_sums(e, sums.real)) for e in (excess, raw_mean)]
     else:
-        # Logarithms are compared, not weights: they are known beyond the safety bound, too.
-        high = ratio.count(indicator(torch.gt, weights.logs, math.log(threshold.upper)))
-        low = ratio.count(indicator(torch.lt, weights.logs, math.log(threshold.reciprocal_lower)))
-        judged, outside = tokens, high + low
-    means = {
-        "rollout_is_ratio_fraction_high": Mean(high, judged),
-        "rollout_is_ratio_fraction_low": Mean(low, judged),
-        "rollout_is_seq_fraction_high": Mean(rows_high, real),
-        "rollout_is_seq_fraction_low": Mean(rows_low, real),
-    }
-    if threshold.lower is not None:
-        means["rollout_is_oob_ratio"] = Mean(outside, tokens)
-    return WeightTotals(applied, raw), means
-
-
-def _levels(excess: Tensor, ratio: LogRatio) -> WeightLevels[Tensor]:
-    """What each sequence adds. ``excess`` is ``w - 1``: ``[b, t]``, or ``[b]`` with one weight per sequence."""
-    if excess.ndim == 1:
-        return WeightLevels(_sums_of_sequences(excess, ratio.tokens), _sums_of_sequences(excess, ratio.real))
-    tokens = sums_of_tokens(excess, ratio.ones, ratio.tokens)
-    return WeightLevels(tokens, _sums_of_sequences(ratio.mean(tokens.excess.total), ratio.real))
+        levels = [WeightLevels(w, weighted_sums(sums.mean(w.excess.total), sums.real)) for w in found.weights]
+    high, low = sums.real * (raw_mean > bounds.upper - 1.0), sums.real * (raw_mean < bounds.reciprocal_lower - 1.0)
+    means = {"rollout_is_seq_fraction_high": Mean(high, sums.real), "rollout_is_seq_fraction_low": Mean(low, sums.real)}
+    if settings.is_per_row:
+        means |= {"rollout_is_ratio_fraction_high": Mean(high, sums.real), "rollout_is_ratio_fraction_low": Mean(low, sums.real)}
+        means |= {"rollout_is_oob_ratio": Mean(sums.tokens * (high + low), sums.tokens)} if bounds.lower is not None else {}
+    return WeightTotals(levels[0], levels[1] if len(levels) > 1 else None), means
 
 
 def sums_of_tokens(excess: Tensor, ones: Tensor, count: Tensor) -> WeightSums[Tensor]:
@@ -118,7 +111,7 @@ def sums_of_tokens(excess: Tensor, ones: Tensor, count: Tensor) -> WeightSums[Te
     return WeightSums(moments, vecdot(w, w), extremes(w.to(ones.dtype), ones))
 
 
-def _sums_of_sequences(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
+def weighted_sums(excess: Tensor, count: Tensor) -> WeightSums[Tensor]:
     """What each sequence adds, with ``w - 1 = excess`` ``[B]`` counted ``count`` ``[B]`` times."""
     w = excess + 1.0
     moments = Moments(count * excess, count, count * excess.square())
@@ -131,6 +124,6 @@ def with_prompts(weights: WeightTotals[Tensor], group_slots: Tensor) -> WeightTo
     def of_prompts(levels: WeightLevels[Tensor]) -> WeightLevels[Tensor]:
         rows = levels.rows.excess
         count, total = (torch.zeros_like(column).index_add_(0, group_slots, column) for column in (rows.count, rows.total))
-        return replace(levels, prompts=_sums_of_sequences(total / count.clamp_min(1.0), count.clamp_max(1.0)))
+        return replace(levels, prompts=weighted_sums(total / count.clamp_min(1.0), count.clamp_max(1.0)))
 
     return WeightTotals(of_prompts(weights.applied), None if weights.raw is None else of_prompts(weights.raw))

@@ -3,6 +3,7 @@
 import torch
 
 from verl_rc.config.run import AlertAction
+from verl_rc.correction import CorrectionStatistics
 from verl_rc.data.batches import TrainBatch, require_sampled_tokens
 from verl_rc.data.samples import Samples
 from verl_rc.driver.services import Services
@@ -10,9 +11,6 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.ledger import require_sampled_loss
 from verl_rc.ppo.train_batch import ScoredStep
-
-MISMATCH_METRIC = "rollout_corr/k3_kl"
-"""What ``trainer.alerts.mismatch_limit`` bounds, nats per token."""
 
 
 def may_train(
@@ -36,20 +34,21 @@ def may_train(
     if collapse is not None:
         wanted = _act(services, alerts.reward_collapse, "the reward has collapsed", collapse, step)
     if not services.config.algorithm.rollout_correction.bypass_mode:
-        wanted = check_mismatch(services, record, step) and wanted
+        wanted = check_mismatch(services, scored.statistics, record, step) and wanted
     record.add({"alerts/withheld_updates": float(not wanted)})
     return wanted
 
 
-def check_mismatch(services: Services, record: StepRecord, step: int) -> bool:
-    """Whether the step's mismatch allows an update; in bypass mode it is known after the update only."""
+def check_mismatch(services: Services, statistics: CorrectionStatistics | None, record: StepRecord, step: int) -> bool:
+    """Whether the step's mismatch, if it was measured, allows an update; in bypass mode it is known after the update only."""
     alerts = services.config.trainer.alerts
-    found, limit = record.value(MISMATCH_METRIC), alerts.mismatch_limit
-    too_large = limit is not None and found is not None and not found <= limit
-    record.add({"alerts/mismatch": float(too_large)})
-    if not too_large:
+    limit, found = alerts.mismatch_limit, None if statistics is None else statistics.k3_kl
+    # Not `found > limit`: a mismatch that is NaN is too large.
+    if limit is None or found is None or found <= limit:
+        record.add({"alerts/mismatch": 0.0})
         return True
-    text = f"{MISMATCH_METRIC} is {found:.3g} nats, trainer.alerts.mismatch_limit={limit:g} at most was allowed"
+    record.add({"alerts/mismatch": 1.0})
+    text = f"rollout_corr/k3_kl is {found:.3g} nats, trainer.alerts.mismatch_limit={limit:g} at most was allowed"
     return _act(services, alerts.mismatch, "rollout and trainer disagree too much", text, step)
 
 

@@ -117,7 +117,7 @@ def describe_correction(services: Services, statistics: CorrectionStatistics, co
     """
     config = services.config.algorithm.rollout_correction
     metrics = statistics.metrics(control.correction(config))
-    require_finite(metrics, config)
+    require_finite(statistics.nonfinite_fraction, config)
     record.add(metrics)
     if config.diagnostics == "full":
         record.add_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, statistics.numbers().histograms[0])

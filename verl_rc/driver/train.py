@@ -91,7 +91,7 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
         stages.describe_correction(services, report.correction, control, record)
         state.control = control.after_correction(report.correction).state
         state.rollout_gap_limit = stages.judge_gap(services, state, report.gap, record)
-        guards.check_mismatch(services, record, step)
+        guards.check_mismatch(services, report.correction, record, step)
 
 
 def start(services: Services, state: RunState) -> float | None:

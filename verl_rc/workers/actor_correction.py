@@ -77,7 +77,7 @@ class ActorCorrection:
         whole = self._over_ranks(self._seen)
         # From totals over all ranks: all of them raise, or none. One alone would leave the others waiting in
         # the next collective.
-        require_finite(whole.metrics(self._config), self._config)
+        require_finite(whole.nonfinite_fraction, self._config)
         self._all = whole if self._all is None else self._all.merge(whole)
         return kept_counts(whole).num_tokens
 

@@ -179,15 +179,15 @@ def test_inputs_are_left_as_they_are() -> None:
     assert all(torch.equal(x, copy) for x, copy in zip(case, copies, strict=True))
 
 
-METRICS = {"rollout_corr/nonfinite_token_fraction": 0.02}
+SHARE = 0.02
 
 
 def test_the_configured_share_decides() -> None:
-    require_finite(METRICS, RolloutCorrectionConfig(nonfinite_stop_fraction=0.02))
+    require_finite(SHARE, RolloutCorrectionConfig(nonfinite_stop_fraction=0.02))
     with pytest.raises(NonFiniteLogProbError, match=r"at most 1\.00% .* got 2\.00%"):
-        require_finite(METRICS, RolloutCorrectionConfig())
+        require_finite(SHARE, RolloutCorrectionConfig())
 
 
 def test_raise_allows_none() -> None:
     with pytest.raises(NonFiniteLogProbError, match=r"at most 0\.00%"):
-        require_finite(METRICS, RolloutCorrectionConfig(nonfinite_logprob="raise"))
+        require_finite(SHARE, RolloutCorrectionConfig(nonfinite_logprob="raise"))

@@ -13,7 +13,7 @@ def test_values_are_train_minus_rollout_whatever_lies_on_padding(masked: float) 
     ratio = LogRatio.from_log_probs(LogProbs(*rows(masked)))
     expected = [[0.1, -0.1, 0.3, 0.0], [-2.0, 0.2, 0.0, 0.0], [0.0, -0.3, 0.0, 0.2]]
     torch.testing.assert_close(ratio.values, torch.tensor(expected, dtype=torch.float64))
-    assert ratio.tokens.tolist() == [4, 3, 3]
+    assert ratio.sums.tokens.tolist() == [4, 3, 3]
 
 
 def test_divergences_of_the_appendix() -> None:
@@ -29,4 +29,4 @@ def test_a_token_without_a_finite_log_prob_is_not_valid() -> None:
     rollout[0, 1] = float("-inf")
     ratio = LogRatio.from_log_probs(LogProbs(train, rollout, mask))
     assert ratio.ones[0].tolist() == [1, 0, 1, 1]
-    assert ratio.response_tokens.tolist() == [4, 3, 3]
+    assert ratio.sums.response_tokens.tolist() == [4, 3, 3]

@@ -271,10 +271,9 @@ def test_run_control_decides_when_a_run_stops() -> None:
         in_a_row = count_skipped_updates(0, [0] * (limit - 1), configured)
         with pytest.raises(TooManySkippedUpdatesError):
             count_skipped_updates(in_a_row, [0], configured)
-    metrics = {"rollout_corr/nonfinite_token_fraction": 0.02}
-    require_finite(metrics, RolloutCorrectionConfig(nonfinite_stop_fraction=0.03))
+    require_finite(0.02, RolloutCorrectionConfig(nonfinite_stop_fraction=0.03))
     with pytest.raises(NonFiniteLogProbError):
-        require_finite(metrics, RolloutCorrectionConfig(nonfinite_stop_fraction=0.01))
+        require_finite(0.02, RolloutCorrectionConfig(nonfinite_stop_fraction=0.01))
 
 
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])

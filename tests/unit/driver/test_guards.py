@@ -61,15 +61,17 @@ def make_batch() -> TrainBatch:
 BEFORE = RewardHistory().with_scores(torch.ones(3), window=1)
 
 
+def measured(k3_kl: float | None) -> Any:
+    return None if k3_kl is None else SimpleNamespace(k3_kl=k3_kl)
+
+
 def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | None = 0.01) -> tuple[bool, StepRecord]:
     """The step after one whose samples all had a score of 1."""
     record, sampled = StepRecord(), make_batch()
-    if k3_kl is not None:
-        record.add({guards.MISMATCH_METRIC: k3_kl})
     numbers = fingerprints(sampled.tokens, sampled.response_mask)
     samples = SimpleNamespace(rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores)))
     record.ledger.sampled(int(sampled.response_mask.sum()))
-    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, keep_mask=None))
+    scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, keep_mask=None, statistics=measured(k3_kl)))
     rewards = BEFORE.with_scores(samples.scores, window=1)
     return guards.may_train(cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3), record
 
@@ -121,8 +123,7 @@ def test_in_bypass_mode_the_mismatch_is_judged_after_the_update() -> None:
     wanted, record = look(run, make_batch(), [1.0] * 3, k3_kl=None)
     assert wanted
     assert record.value("alerts/mismatch") is None
-    record.add({guards.MISMATCH_METRIC: 0.5})
-    guards.check_mismatch(cast(Services, run), record, step=3)
+    guards.check_mismatch(cast(Services, run), measured(0.5), record, step=3)
     assert record.value("alerts/mismatch") == 1
     assert run.stop.requested
 
