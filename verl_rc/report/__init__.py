@@ -1,1 +1,1 @@
-"""Reports for people: a configuration in words, preflight checks, training curves, generated documents."""
+"""Reports for people: a configuration in words, preflight checks, training curves, the report page, generated documents."""

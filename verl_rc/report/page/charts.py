@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.verdict.correction import half_life
+from verl_rc.report.verdict.gap import missing_mass, z_of_mean_ratio
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,12 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ChartSpec("Kept, by kind of token", ("rollout_corr/kept_fraction_*",)),
             ChartSpec("Score of kept and rejected rows", ("rollout_corr/kept_score_mean", "rollout_corr/rejected_score_mean")),
             ChartSpec("Tail of the weights: Pareto k", ("rollout_corr/rollout_is_pareto_k",)),
-            ChartSpec("Missing mass: z of the mean ratio", ("rollout_corr/misalignment_z", "rollout_corr/misalignment_z_seq")),
+            ChartSpec("Missing mass", (), derived=("k1 - k3 = 1 - mean ratio", "", missing_mass)),
+            ChartSpec(
+                "Mean ratio less 1, in standard errors",
+                ("rollout_corr/misalignment_z_seq",),
+                derived=("z over tokens", "", z_of_mean_ratio),
+            ),
             ChartSpec("Gap by age of the token", ("rollout_corr/age_*_k3_kl",)),
             ChartSpec("Age of tokens", ("rollout_corr/token_age_mean", "rollout_corr/token_age_max", "async/token_age/mean")),
             ChartSpec("Gap by turn", ("rollout_corr/turn_*_k3_kl",)),

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl_rc.report.run_folder import Series
+from verl_rc.report.run_folder.records import is_usable
 
 MOST_POINTS = 1_000
 """Points of a curve; longer ones become buckets of equal width in steps, with mean, smallest and largest."""
@@ -49,7 +50,7 @@ def curve_of(line: Series, low: Series | None = None, high: Series | None = None
     x, y, smallest, largest = [], [], [], []
     for bucket_indices in buckets:
         steps = [line.steps[i] for i in bucket_indices]
-        values = [line.values[i] for i in bucket_indices if math.isfinite(line.values[i])]
+        values = [line.values[i] for i in bucket_indices if is_usable(line.values[i])]
         x.append(float(steps[len(steps) // 2]))
         y.append(math.fsum(values) / len(values) if values else math.nan)
         smallest.append(min(_finite(steps, lows) or values, default=math.nan))
@@ -58,16 +59,13 @@ def curve_of(line: Series, low: Series | None = None, high: Series | None = None
 
 
 def _finite(steps: Iterable[int], by_step: dict[int, float] | None) -> list[float]:
-    return [] if by_step is None else [by_step[step] for step in steps if step in by_step and math.isfinite(by_step[step])]
+    return [] if by_step is None else [by_step[step] for step in steps if step in by_step and is_usable(by_step[step])]
 
 
 def packed(values: Iterable[float]) -> str:
     """Base64 of the numbers as float32; beyond its range they become infinite."""
-    numbers = array("f", (_narrowed(value) for value in values))
+    numbers = array("f", (value if is_usable(value) or math.isnan(value) else math.copysign(math.inf, value) for value in values))
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode("ascii")
 
-
-def _narrowed(value: float) -> float:
-    return value if abs(value) < 3.4e38 or math.isnan(value) else math.copysign(math.inf, value)

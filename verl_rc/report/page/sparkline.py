@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from verl_rc.report.page.encode import Curve
+from verl_rc.report.run_folder.records import is_usable
 
 _WIDTH, _HEIGHT = 320.0, 80.0
 _MOST_LINES = 6
@@ -11,11 +12,11 @@ _MOST_LINES = 6
 
 def sparkline(curves: Sequence[Curve]) -> str:
     """All curves on one scale; gaps stay gaps, and fewer than three points are dots."""
-    shown = [curve for curve in curves[:_MOST_LINES] if any(map(math.isfinite, curve.y))]
+    shown = [curve for curve in curves[:_MOST_LINES] if any(map(is_usable, curve.y))]
     if not shown:
         return ""
     xs = [x for curve in shown for x in curve.x]
-    ys = [y for curve in shown for y in curve.y if math.isfinite(y)]
+    ys = [y for curve in shown for y in curve.y if is_usable(y)]
     left, width = min(xs), (max(xs) - min(xs)) or 1.0
     bottom, height = min(ys), (max(ys) - min(ys)) or 1.0
     drawn = []
@@ -38,7 +39,7 @@ def _unbroken(curve: Curve, most_points: int = 160) -> Iterator[list[tuple[float
     step = max(1, math.ceil(len(curve.x) / most_points))
     part: list[tuple[float, float]] = []
     for x, y in list(zip(curve.x, curve.y, strict=True))[::step]:
-        if math.isfinite(y):
+        if is_usable(y):
             part.append((x, y))
         elif part:
             yield part

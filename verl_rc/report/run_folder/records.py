@@ -1,6 +1,5 @@
 """What a report knows about a run: records that every reader fills and every panel reads."""
 
-import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,14 @@ from typing import Any
 
 LARGEST_STEP = 2**24
 """Steps above it are no steps of a run, and no whole numbers in float32, in which the page keeps them."""
+
+LARGEST_VALUE = 1e37
+"""Values beyond it count as infinite: they do not fit into float32, and their squares not into a sum."""
+
+
+def is_usable(value: float) -> bool:
+    """Whether a value can be drawn and averaged; False for NaN."""
+    return abs(value) <= LARGEST_VALUE
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Series:
 
     def finite(self) -> "Series":
         """The steps at which the value is a finite number."""
-        pairs = [pair for pair in zip(self.steps, self.values, strict=True) if math.isfinite(pair[1])]
+        pairs = [pair for pair in zip(self.steps, self.values, strict=True) if is_usable(pair[1])]
         return Series([step for step, _ in pairs], [value for _, value in pairs])
 
     def between(self, first: int, last: int) -> "Series":

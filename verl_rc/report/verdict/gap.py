@@ -61,6 +61,13 @@ def token_count(run: RunData) -> Series:
     return Series(steps, [totals[step] * responses[step] / (responses[step] + prompts[step]) for step in steps])
 
 
+def missing_mass(run: RunData) -> Series:
+    """By step k1 - k3, which is 1 less the mean ratio: 0 in expectation if the tokens come from what was reported."""
+    k3 = run.get(_K3).by_step()
+    pairs = [(step, k1 - k3[step]) for step, k1 in run.get(_K1).by_step().items() if step in k3]
+    return Series([step for step, _ in pairs], [value for _, value in pairs])
+
+
 def z_of_mean_ratio(run: RunData) -> Series:
     """By step the mean ratio less 1, in standard errors; from the moments where the run does not report it.
 

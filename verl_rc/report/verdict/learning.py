@@ -219,6 +219,9 @@ def _progress(run: RunData) -> Statement:
             evidence |= {f"v{number}": ends.first.value, f"w{number}": ends.last.value}
             parts.append(f"validation {_plain(name)} {{v{number}:.3f}} to {{w{number}:.3f}}")
             improved = ends.difference > 0 if improved is None else improved
+        else:
+            evidence[f"v{number}"] = series.values[-1]
+            parts.append(f"validation {_plain(name)} {{v{number}:.3f}}, once")
     score = run.get(_SCORE)
     change, steps = change_of(score), None
     if change is not None:

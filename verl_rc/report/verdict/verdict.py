@@ -42,7 +42,7 @@ class Verdict:
         lines += [f"  {statement.topic}: {statement.text}" for statement in self.statements if statement in kept]
         if self.do_first:
             lines.append(f"  do first: {' '.join(self.do_first)}")
-        return lines
+        return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
 
     def as_json(self) -> dict[str, Any]:
         """For machines."""

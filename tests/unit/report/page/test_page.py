@@ -11,10 +11,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from planted_series import healthy, planted, wave, write_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted_series import SETTINGS, healthy, planted, wave, write_run
 
 from verl_rc.report import page as page_package
 from verl_rc.report.page import PageOptions, Request, build_page, write_report
+from verl_rc.report.page.charts import PANELS
 from verl_rc.report.page.encode import curve_of, packed
 from verl_rc.report.page.heat_map import heat_map_data
 from verl_rc.report.page.page import as_script
@@ -23,6 +26,7 @@ from verl_rc.report.page.text import escaped, number
 from verl_rc.report.run_folder import HeatMap, Sample, Series, read_run
 from verl_rc.report.verdict import judge
 
+CHARTED = {name.replace("*", "1") for _, specs in PANELS.values() for spec in specs for name in spec.names}
 ASSETS = Path(page_package.__file__).parent / "assets"
 HOSTILE = [
     "</script><script>document.title='hacked'</script>",
@@ -164,6 +168,33 @@ def test_every_metric_has_its_row_and_unknown_ones_say_so():
     page = page_of(run)
     assert all(f">{name}</span>" in page for name in run.series)
     assert page.count("not in the catalogue") == 1
+
+
+def test_missing_mass_is_drawn_from_two_of_verls_metrics():
+    (chart,) = [chart for chart in data_of(page_of(planted({})))["charts"] if chart["title"] == "Missing mass"]
+    k1, k3 = healthy()["rollout_corr/kl"], healthy()["rollout_corr/k3_kl"]
+    assert floats(chart["lines"][0]["y"]) == pytest.approx([a - b for a, b in zip(k1, k3, strict=True)], abs=1e-9)
+
+
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9))
+ANYTHING = PLAIN | st.lists(PLAIN, max_size=3) | st.just({"a": 1})
+ANY_VALUE = st.floats(allow_nan=True, allow_infinity=True) | st.floats(-10, 10)
+ANY_NAME = st.sampled_from(sorted(CHARTED)) | st.text(max_size=12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.dictionaries(ANY_NAME, st.lists(ANY_VALUE, min_size=1, max_size=30), max_size=12),
+    st.dictionaries(st.text(max_size=9) | st.sampled_from(sorted(SETTINGS)), ANYTHING, max_size=6),
+    st.lists(st.dictionaries(st.sampled_from(["input", "output", "score", "x"]), ANYTHING, max_size=4), max_size=5),
+)
+def test_any_run_has_a_page(metrics, config, samples):
+    run = planted(metrics, config, without=[name for name in healthy() if name not in metrics] if metrics else [])
+    run.settings = config
+    run.samples = [Sample(step, cells) for step, cells in enumerate(samples, start=1)]
+    page = page_of(run)
+    page.encode("utf-8")
+    data_of(page)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])

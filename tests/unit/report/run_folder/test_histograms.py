@@ -1,6 +1,7 @@
 """The heat map keeps every count, whatever the number of steps and however the file writes them."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_any_number_of_steps_fits_and_loses_no_count(steps):
     assert heat is not None
     assert len(heat.steps) <= MOST_COLUMNS
     assert heat.steps[0] == 1
-    assert heat.steps == sorted(heat.steps)
+    assert len({b - a for a, b in pairwise(heat.steps)}) <= 1  # columns are of one width
     assert math.fsum(map(math.fsum, heat.counts)) == sum(1 + step % 3 for step in range(1, steps + 1))
 
 

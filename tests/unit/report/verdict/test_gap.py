@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_series import STEPS, healthy, planted, ramp, wave
 
+from verl_rc.report.run_folder import Series
 from verl_rc.report.run_folder.foreign import FILE_LOGGER
 from verl_rc.report.verdict.gap import judge_gap, z_of_mean_ratio
 
@@ -190,6 +191,12 @@ def test_row_19_the_gap_follows_the_update_before():
 def test_row_19_is_silent_for_samples_that_are_said_to_be_old_and_for_other_lags():
     assert only(judge_gap(planted(late(age=1.0)))).row != 19
     assert only(judge_gap(planted(late(shift=3)))).row != 19
+
+
+def test_row_19_compares_neighbouring_steps_only():
+    run = planted(late())
+    run.series = {name: Series([2 * step for step in series.steps], series.values) for name, series in run.series.items()}
+    assert only(judge_gap(run)).row != 19
 
 
 # ---- Rows 11 and 20.

@@ -226,6 +226,12 @@ def shortened(steps: int) -> RunData:
     return run
 
 
+def test_a_run_that_only_validates():
+    run = planted({VALIDATION: [0.25]}, without=list(healthy()))
+    (found,) = judge(run).statements
+    assert found.text == "validation gsm8k acc 0.250, once"
+
+
 def test_a_run_without_metrics_is_not_judged():
     verdict = judge(RunData("x", planted({}).path, "verl_rc run"))
     assert verdict.headline == "Nothing can be told."

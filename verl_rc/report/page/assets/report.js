@@ -25,6 +25,7 @@ function shown(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (value === Math.round(value) && size < 1e7) return value.toLocaleString("en");
+  if (size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(4)));
 }
 
@@ -87,6 +88,12 @@ function bandsOf(chart, table) {
   return bands;
 }
 
+function rangeOf(low, high) {
+  if (low === null || low === undefined) return [0, 1];
+  if (low === high) return [low - Math.abs(low) / 10, low + (Math.abs(low) / 10 || 1)];
+  return uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function drawMarks(chart) {
   return (u) => {
     const context = u.ctx, box = u.bbox;
@@ -125,8 +132,7 @@ function makeChart(figure) {
     height: HEIGHT,
     scales: {
       x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-      y: { range: (u, low, high) => (low === high ? [Math.min(low, low - Math.abs(low) / 10), low + (Math.abs(low) / 10 || 1)]
-        : uPlot.rangeNum(low, high, 0.1, true)) },
+      y: { range: (u, low, high) => rangeOf(chart.stacked ? 0 : low, high) },
     },
     axes: [axis, { ...axis, size: 62, values: (u, ticks) => ticks.map(shown) }],
     series: [{ label: "step", value: (u, value) => shown(value) }, ...seriesOf(chart, table)],
