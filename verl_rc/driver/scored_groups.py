@@ -8,7 +8,8 @@ from torch import Tensor
 
 from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.data.batches import Completions, RolloutBatch
-from verl_rc.data.groups import Group, GroupScores, Part, Sample, completions, joined_samples
+from verl_rc.data.groups import Group, GroupScores, Sample, completions, joined_samples
+from verl_rc.data.parts import Part
 from verl_rc.data.samples import Samples
 from verl_rc.driver.sample import compared_values, decode, score_with_penalty
 from verl_rc.driver.services import Services

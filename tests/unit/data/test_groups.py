@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.groups import Answer, Group, GroupScores, Part, Sample, completions, joined_samples, pack, unpack
+from verl_rc.data.groups import Group, GroupScores, Sample, completions, joined_samples, pack, unpack
+from verl_rc.data.parts import Answer, Part
 from verl_rc.rollout.collect import build_rollout_batch
 
 PAD = 0
