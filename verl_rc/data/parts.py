@@ -40,6 +40,26 @@ class Answer:
         _check_tokens("Answer.token_ids", self.token_ids, torch.int32)
 
 
+def parts_of(token_ids: Tensor, log_probs: Tensor, versions: Tensor) -> list[Part]:
+    """Sampled tokens as parts, each as long as the version stays the same.
+
+    Args:
+        token_ids: Integers ``[T]``.
+        log_probs: float32 ``[T]``, of each token, nats.
+        versions: int64 ``[T]``, of the weights that sampled each token.
+
+    Raises:
+        ValueError: A version is negative, which means that none is known.
+    """
+    ends = [*((versions[1:] != versions[:-1]).nonzero()[:, 0] + 1).tolist(), len(versions)]
+    starts = [0, *ends[:-1]]
+    return [
+        Part(token_ids[start:end].to(torch.int32), log_probs[start:end].clone(), int(versions[start]))
+        for start, end in zip(starts, ends, strict=True)
+        if end > start
+    ]
+
+
 def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:
     if values.dtype != dtype or values.ndim != 1 or not len(values):
         raise ValueError(f"{name} must be {dtype} of shape ['T'] with T >= 1, got {values.dtype} of shape {list(values.shape)}.")
