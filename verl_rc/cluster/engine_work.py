@@ -1,9 +1,11 @@
 """Book-keeping of samples: the engine of each unfinished sample, and finished samples until they are taken."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, groupby
 
 from verl_rc.data.batches import Completions
+from verl_rc.data.parts import Part, parts_of
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 
@@ -82,6 +84,22 @@ class EngineWork:
                 first = len(self._rows)
                 self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
                 self._batches.append(completions if len(known) == len(numbers) else completions[known])
+
+    def record_parts(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
+        """Note how far each engine had come with unfinished samples at its last update: another engine continues from there."""
+        for engine, (numbers, completions) in answers.items():
+            mine = self._unfinished[engine]
+            for row, number in enumerate(numbers):
+                if number in mine:
+                    length = int(completions.response_lengths[row])
+                    columns = (completions.responses, completions.rollout_log_probs, completions.policy_versions)
+                    parts = parts_of(*(column[row, :length] for column in columns))
+                    mine[number] = replace(mine[number], request=replace(mine[number].request, parts=parts))
+
+    def parts(self, number: int) -> Sequence[Part]:
+        """What is known of an unfinished sample's response."""
+        (sample,) = (mine[number] for mine in self._unfinished if number in mine)
+        return sample.request.parts
 
     def finished(self) -> list[int]:
         """The numbers of finished samples that were not taken, in ascending order."""
