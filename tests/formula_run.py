@@ -74,6 +74,9 @@ class World:
         self.under_way |= set(numbers)
         return numbers
 
+    def begin_steps(self) -> None:
+        pass
+
     def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         if self.failure is not None:
             raise self.failure

@@ -246,16 +246,24 @@ class EngineGroup:
 
     def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[Completions]:
         """The completions of these numbers, in this order, once all have ended; each can be taken once. See ``generate``."""
-        busy_seconds = 0.0
         try:
-            while missing := self._work.num_unfinished(numbers):
-                if self._options.deterministic_steps is not None:
-                    self._tell_all("require", numbers)
-                busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
+            busy_seconds = self.wait_for(numbers, on_loss)
         except RemoteError:
             self._work.discard(numbers)
             raise
         return Timed(self._work.take(numbers), busy_seconds)
+
+    def wait_for(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> float:
+        """Wait until these have ended, with ``deterministic_steps`` beyond that limit; returns the time of the slowest engine.
+
+        Losses are dealt with as in ``collect``.
+        """
+        busy_seconds = 0.0
+        while missing := self._work.num_unfinished(numbers):
+            if self._options.deterministic_steps is not None:
+                self._tell_all("require", numbers)
+            busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
+        return busy_seconds
 
     def _hand_over(self, of_engines: Mapping[int, Sequence[Sample]]) -> dict[int, Pending]:
         """Submit samples; returns at once. The next ``collect`` reports a failure too."""
