@@ -200,7 +200,8 @@ class EngineGroup:
         return self._work.finished()
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Forget submitted requests: they are neither collected nor submitted again when their engine is lost."""
+        """Stop submitted requests: they are neither collected nor submitted again when their engine is lost."""
+        self._tell_all("cancel", list(numbers))
         self._work.discard(numbers)
 
     def collect_parts(self, on_loss: OnLoss | None = None) -> list[int]:

@@ -157,6 +157,10 @@ class RolloutEngine:
         """Queue samples and return at once. ``collect`` returns their responses."""
         self._loop.submit(samples, self._box)
 
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Stop sampling these, begun or not; ``collect`` still returns those that have ended."""
+        self._loop.call(lambda sampler: self._loop.cancel(sampler, numbers))
+
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> tuple[list[int], Completions]:
         """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over (None: no limit).
 

@@ -50,6 +50,9 @@ class Sampler(Protocol):
     def cut(self, keys: Sequence[str]) -> None:
         """Take running samples out of the batch; what was sampled of them is kept for ``begin``."""
 
+    def drop(self, keys: Sequence[str]) -> None:
+        """Take running samples out of the batch for good, and forget those that were cut."""
+
     def so_far(self, key: str) -> Any:
         """The response so far of a sample that has begun and not ended; None when it has not begun."""
 
@@ -183,6 +186,19 @@ class StepLoop(Generic[S]):
         sampler.cut(keys)
         for key in keys:
             self._wait(int(key), self._running.pop(key))
+
+    def cancel(self, sampler: S, numbers: Collection[int]) -> None:
+        """Drop these samples without priority, running or waiting; those that have ended stay in their box."""
+        dropped = set(numbers)
+        kept = [entry for entry in self._waiting if entry[3].sample.ahead or entry[3].sample.number not in dropped]
+        waiting = {str(arrival) for _, _, arrival, _ in self._waiting} - {str(arrival) for _, _, arrival, _ in kept}
+        running = {key for key, one in self._running.items() if not one.sample.ahead and one.sample.number in dropped}
+        sampler.drop(sorted(waiting | running))
+        for key in running:
+            del self._running[key]
+        self._waiting = kept
+        heapq.heapify(self._waiting)
+        self._required -= dropped
 
     def so_far(self, sampler: S) -> Box:
         """Number and response so far of every sample without priority that has begun and not ended."""

@@ -74,6 +74,13 @@ class VllmSampler:
         for key in keys:
             del self._requests[key]
 
+    def drop(self, keys: Sequence[str]) -> None:
+        """See ``Sampler``."""
+        self.llm.llm_engine.abort_request([key for key in keys if key in self._requests])
+        for key in keys:
+            self._requests.pop(key, None)
+            self._responses.pop(key, None)
+
     def so_far(self, key: str) -> Response | None:
         """See ``Sampler``. Raises like ``Response.with_output``."""
         return self._response_now(key) if key in self._requests else self._responses.get(key)

@@ -55,7 +55,7 @@ class Engine:
             return Call(None)
         if method == "parts":
             return Call(self.cut)
-        if method in ("begin_steps", "require"):
+        if method in ("begin_steps", "require", "cancel"):
             self.told.append((method, *arguments))
             return Call(None)
         assert (method, what) == ("collect", "generate")
@@ -193,6 +193,16 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     group.replace([1])
     group.collect(0.1)
     assert [engine.told[2:] for engine in engines] == [[("begin_steps",)]] * 2  # an update for the new one has stopped all
+
+
+def test_cancelled_requests_are_stopped_and_never_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, engines = group_of(2, monkeypatch)
+    numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
+    group.cancel(numbers[1:3])
+    assert [engine.told for engine in engines] == [[("cancel", [1, 2])]] * 2
+    group.replace([1])
+    group.collect(0.1)
+    assert engines[1].asked[1:] == [[13]]
 
 
 def test_without_a_limit_engines_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

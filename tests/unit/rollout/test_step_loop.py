@@ -60,6 +60,11 @@ class Countdown:
         for key in keys:
             del self.left[key]
 
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.left.pop(key, None)
+            self.versions.pop(key, None)
+
     def so_far(self, key: str) -> tuple[int, ...] | None:
         return tuple(self.versions[key]) if key in self.versions else None
 
@@ -436,3 +441,20 @@ def test_with_a_limit_of_steps_it_does_not_matter_when_commands_come(
     found = limited_run(loops(4, Labelled), lambda: time.sleep(moments.random() / 200))
     assert found == limited_run(loops(4, Labelled), lambda: None)
     assert any(len(set(versions)) > 1 for _, ended in found for _, versions in ended)
+
+
+def test_what_is_cancelled_is_sampled_no_further_and_frees_its_place(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box, validation = loops(3, Labelled), [], []
+    steps.release(1000)
+    loop.call(lambda _: loop.limit(0))
+    loop.submit([sample(number, 3 + 10 * (number == 1)) for number in range(6)], box)
+    after_steps(loop, 1)
+    cut_and_publish(loop, 1)
+    after_steps(loop, 1)
+    loop.submit([sample(1, 2, ahead=True)], validation)  # of another caller, with a number of its own
+    loop.call(lambda sampler: loop.cancel(sampler, [1, 2, 4, 99]))  # 0, 1, 2 run, 3, 4, 5 wait
+    after_steps(loop, 10)
+    assert sorted(loop.take(box, at_least=3, wait_seconds=PATIENCE)) == [(0, (0, 1, 1)), (3, (1,) * 3), (5, (1,) * 3)]
+    assert loop.take(validation, wait_seconds=PATIENCE) == [(1, (1, 1))]
+    assert not loop.call(lambda sampler: sampler.left or sampler.versions)
+    assert not loop._waiting
