@@ -11,7 +11,7 @@ from verl_rc.metrics import check_names
 PARTIAL = [
     "algorithm.rollout_correction.preset=decoupled_token_is",
     "async_training.staleness_threshold=2",
-    "async_training.order=admitted",
+    "async_training.partial_rollout=True",
     "actor_rollout_ref.hybrid_engine=False",
     "actor_rollout_ref.actor.checkpoint.async_save=False",
     "actor_rollout_ref.rollout.sync_proof.canary_freq=1",
