@@ -85,6 +85,8 @@ class EngineGroup:
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
         """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later call is lost."""
         self._options, self._timeout_seconds = options, timeout_seconds
+        if options.deterministic_steps is not None:
+            self._work = EngineWork(len(self._engines), by_seed=True)
         return [process.build(self.worker, options=options) for process in self._engines]
 
     def replace(self, engines: Sequence[int]) -> list[Pending]:

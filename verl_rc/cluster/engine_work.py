@@ -38,7 +38,9 @@ def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: 
 class EngineWork:
     """The samples of all engines by unique number, from their assignment until they are taken."""
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, by_seed: bool = False) -> None:
+        """``by_seed``: a sample's engine follows from its seed, also in a resumed run; else from how busy the engines are."""
+        self._by_seed = by_seed
         self._numbers = count()
         self._unfinished: list[dict[int, Sample]] = [{} for _ in range(num_engines)]
         self._batches: list[Completions] = []
@@ -54,8 +56,12 @@ class EngineWork:
         ``awaited``: the caller waits for all of them, so they are assigned evenly and run before samples without a waiter.
         """
         samples = [Sample(next(self._numbers), request, options, awaited) for request in requests]
-        prompts = [request.prompt_token_ids for request in requests]
-        placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
+        if self._by_seed:
+            engine_of = [request.seed % len(self._unfinished) for request in requests]
+            placed = [[place for place, own in enumerate(engine_of) if own == engine] for engine in range(len(self._unfinished))]
+        else:
+            prompts = [request.prompt_token_ids for request in requests]
+            placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
         of_engines = {
             engine: [samples[position] for position in positions] for engine, positions in enumerate(placed) if positions
         }

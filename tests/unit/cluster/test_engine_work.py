@@ -116,3 +116,12 @@ def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is
     assert work.parts(1) == continued.request.parts
     assert list(work.parts(3)) == []
     assert numbers == [0, 1, 2, 3]
+
+
+def test_with_fixed_places_a_sample_goes_to_the_same_engine_whatever_the_others_do() -> None:
+    requests = [GenerationRequest([seed // 2], seed) for seed in range(6)]
+    whole, resumed = EngineWork(2, by_seed=True), EngineWork(2, by_seed=True)
+    _, handed = whole.add(requests, OPTIONS, awaited=False)
+    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {0: [0, 2, 4], 1: [1, 3, 5]}
+    _, handed = resumed.add(requests[3:], OPTIONS, awaited=False)
+    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {0: [4], 1: [3, 5]}
