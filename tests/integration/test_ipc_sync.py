@@ -138,9 +138,13 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     sender.release()
     with pytest.raises(RuntimeError, match="No such file"):
         engine.call("load_bucket", vanished)
+    engine.call("abandon_update")
+    engine.call("submit", samples(2))
+    assert engine.call("collect", 1, 0.3)[0] == []  # no sample comes from a mixture of weights
     change(model, seed=4)
     publish(sender, engine, 4)
     assert gap_to_model(model, engine, 4) < 1e-4
+    assert {version for row in collect(engine, 2).values() for version in row.policy_versions.unique().tolist()} <= {-1, 4}
 
 
 def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, engine: OtherProcess) -> None:

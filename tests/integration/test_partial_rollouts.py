@@ -15,6 +15,7 @@ PARTIAL = [
     "actor_rollout_ref.hybrid_engine=False",
     "actor_rollout_ref.actor.checkpoint.async_save=False",
     "actor_rollout_ref.rollout.sync_proof.canary_freq=1",
+    "actor_rollout_ref.rollout.max_num_seqs=32",
     "trainer.save_freq=1",
 ]
 DETERMINISTIC = [*PARTIAL, "async_training.deterministic_steps=5"]
@@ -22,7 +23,10 @@ DETERMINISTIC = [*PARTIAL, "async_training.deterministic_steps=5"]
 
 @pytest.fixture(scope="module")
 def whole_partial(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of four steps with five engine steps for each version."""
+    """The folder of four steps with five engine steps for each version.
+
+    Two of three batches have room in the engine: those of the last two steps begin with version 1 and end with version 2.
+    """
     folder = tmp_path_factory.mktemp("partial")
     result = train([*overrides, *DETERMINISTIC, *of_folder(folder)])
     assert result.returncode == 0, result.stderr[-3000:]
@@ -34,8 +38,8 @@ def whole_partial(overrides: list[str], tmp_path_factory: pytest.TempPathFactory
 def test_responses_have_several_versions_and_canaries_prove_each(whole_partial: Path) -> None:
     metrics = metrics_of(whole_partial)
     check_names({name for line in metrics.values() for name in line} - {"step"})
-    assert [metrics[step]["async/group_age/max"] for step in (1, 2, 3, 4)] == [0, 1, 2, 2]
-    assert [metrics[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3, 4)] == [1, 2, 3, 3]
+    assert [metrics[step]["async/group_age/max"] for step in (1, 2, 3, 4)] == [0, 1, 1, 2]
+    assert [metrics[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3, 4)] == [1, 1, 2, 2]
     assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3, 4))
     assert all(metrics[step]["sync/canary_max_gap"] < 1e-4 for step in range(5))
     assert [step for step in metrics if "val-core/digits/acc/mean@1" in metrics[step]] == [0, 2, 4]
@@ -45,9 +49,8 @@ def test_responses_have_several_versions_and_canaries_prove_each(whole_partial: 
 @pytest.mark.parametrize(
     ("victim", "point"),
     [
-        ("driver", ("verl_rc.driver.stages:update_actor", "2", "0.01")),
+        ("driver", ("verl_rc.driver.stages:update_actor", "3", "0.01")),  # the checkpoint of step 2 holds parts of version 1
         ("driver", ("verl_rc.driver.supply:weights.collect_parts", "2", "before")),
-        ("driver", ("verl_rc.driver.checkpoints:commit", "2", "before")),
     ],
 )
 def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
@@ -55,7 +58,7 @@ def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
 ) -> None:
     again = [*overrides, *DETERMINISTIC, *of_folder(tmp_path)]
     assert train(again, victim, "SIGKILL", *point).returncode != 0
-    assert committed(tmp_path)[-1] < 4
+    assert committed(tmp_path)[-1] == int(point[1]) - 1
     result = train(again)
     assert result.returncode == 0, result.stderr[-3000:]
     assert not differences(whole_partial, tmp_path, 4)
