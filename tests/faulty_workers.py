@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.outputs import CompletionOutput
 
 from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.rollout.engine import RolloutEngine
+from verl_rc.rollout.response import Ended
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
@@ -51,6 +51,7 @@ class FaultyEngine(RolloutEngine):
             finally:
                 transfer.model.load_weights = load
             self._loop.call(lambda sampler: sampler.llm.llm_engine.set_weight_version(str(version)))
+            self._loop.call(lambda sampler: setattr(sampler, "version", version))
             self.reset_prefix_cache()
             return [asdict(LoadReceipt(transfer.digests, []))]
 
@@ -83,11 +84,11 @@ class FaultyEngine(RolloutEngine):
         factor = 1.5 if self.fault == "other_temperature" else 1.0
         return replace(options, temperature=factor * options.temperature)
 
-    def _collect(self, outputs: list[CompletionOutput]) -> Completions:
-        if self.fault == "missing_log_prob" and len(outputs) > BAD_ROW:
-            outputs[BAD_ROW].logprobs = None
-        completions = super()._collect(outputs)
-        if self.fault == "nan_log_prob" and len(outputs) > BAD_ROW:
+    def _collect_ended(self, ended: list[Ended]) -> Completions:
+        if self.fault == "missing_log_prob" and len(ended) > BAD_ROW:
+            ended[BAD_ROW].output.logprobs = None
+        completions = super()._collect_ended(ended)
+        if self.fault == "nan_log_prob" and len(ended) > BAD_ROW:
             completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
         return completions
 

@@ -74,6 +74,16 @@ class World:
         self.under_way |= set(numbers)
         return numbers
 
+    def begin_steps(self) -> None:
+        pass
+
+    def collect_parts(self, on_loss: Any = None) -> list[int]:
+        """No update cuts a response: each is sampled at once."""
+        return []
+
+    def parts(self, number: int) -> tuple[()]:
+        return ()
+
     def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         if self.failure is not None:
             raise self.failure

@@ -5,6 +5,7 @@ from typing import Any
 from unittest.mock import Mock
 
 from verl_rc.rollout.engine import RolloutEngine
+from verl_rc.rollout.sampling import OnUpdate
 
 
 class RecordingLoop:
@@ -18,7 +19,17 @@ class RecordingLoop:
 
 
 class ObservedEngine(RolloutEngine):
-    """A RolloutEngine whose calls to vLLM can be recorded instead of made."""
+    """A RolloutEngine whose calls to vLLM can be recorded instead of made, and whose steps are counted on request."""
+
+    def act_on_update(self, what: OnUpdate) -> None:
+        """From now on do this to running samples at an update."""
+        self._on_update = what
+        self._loop.call(lambda sampler: setattr(sampler, "_keeps_cache", what == "keep"))
+
+    def after_steps(self, count: int) -> None:
+        """Decode samples without priority in exactly so many further steps; returns after the last one."""
+        self._loop.call(lambda _: self._loop.limit(count))
+        self._loop.call(lambda _: None, after="all")
 
     def calls_around_an_update(self) -> list[Any]:
         """What a sleep, and the two wakings around an update, ask of a vLLM built with ``enable_sleep_mode``."""

@@ -7,7 +7,7 @@ from verl_rc.data.batches import Completions
 
 def completions(seeds: list[int]) -> Completions:
     """One-token rows that are the requests' seeds."""
-    tokens = torch.tensor(seeds)[:, None]
+    tokens = torch.tensor(seeds, dtype=torch.int64)[:, None]
     return Completions(
         responses=tokens,
         response_lengths=torch.ones_like(tokens[:, 0]),

@@ -3,9 +3,11 @@
 What it samples is cut off by none of this, and depends on weights, prompt and seed alone.
 """
 
+import copy
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.cluster.environment import engine_environment
 from verl_rc.data.batches import Completions
+from verl_rc.data.parts import Part, parts_of
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
@@ -36,6 +39,8 @@ GREEDY = SamplingOptions(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=8, sto
 def engine(task: dict[str, Path]) -> Iterator[OtherProcess]:
     """A RolloutEngine in fp32 in a process of its own, without Ray."""
     arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "block_size": 32, "skip_tokenizer_init": True}
+    # As on every CPU, see driver/setup.py: a prompt that is cut in two cannot be sampled from with a seed.
+    arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}
     options = EngineOptions(str(task["model"]), "float32", max_model_len=96, response_width=WIDTH, arguments=arguments)
     environment = engine_environment(num_threads=1, device="cpu", one_node=True)
     process = OtherProcess("observed_engine:ObservedEngine", environment, options=options)
@@ -133,9 +138,13 @@ def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     sender.release()
     with pytest.raises(RuntimeError, match="No such file"):
         engine.call("load_bucket", vanished)
+    engine.call("abandon_update")
+    engine.call("submit", samples(2))
+    assert engine.call("collect", 1, 0.3)[0] == []  # no sample comes from a mixture of weights
     change(model, seed=4)
     publish(sender, engine, 4)
     assert gap_to_model(model, engine, 4) < 1e-4
+    assert {version for row in collect(engine, 2).values() for version in row.policy_versions.unique().tolist()} <= {-1, 4}
 
 
 def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
@@ -198,6 +207,117 @@ def test_an_update_under_load_cuts_nothing_off_and_every_response_has_one_versio
         length = int(row.response_lengths)
         assert length == WIDTH - number % 11
         assert set(row.policy_versions[0, :length].tolist()) == {10 if number < 16 else 11}, number
+
+
+def log_probs_by(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Of each token of the response, nats."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest.fixture
+def cutting_engine(engine: OtherProcess) -> Iterator[OtherProcess]:
+    """The engine, whose updates cut running samples. It makes no step by itself: see ``after_steps``."""
+    engine.call("act_on_update", "recompute")
+    engine.call("after_steps", 0)
+    yield engine
+    engine.call("act_on_update", "finish")
+    engine.call("after_steps", 1_000_000)
+
+
+def test_an_update_under_running_samples_goes_on_with_the_new_weights(
+    model: Any, sender: WeightSender, cutting_engine: OtherProcess
+) -> None:
+    """T5, T7, T9: nothing is lost, and every token fits the weights whose version it has, behind cached blocks too."""
+    engine, before, wanted = cutting_engine, copy.deepcopy(model), samples(16)
+    change(before, seed=20)
+    change(model, seed=20)
+    publish(sender, engine, 20)
+    engine.call("submit", wanted)
+    engine.call("after_steps", 12)
+    change(model, seed=21)
+    publish(sender, engine, 21)
+    numbers, parts = engine.call("parts")
+    assert numbers == list(range(16))
+    assert parts.response_lengths.unique().tolist() == [12]
+    assert parts.policy_versions[:, :12].unique().tolist() == [20]
+    engine.call("after_steps", 100)
+    rows = collect(engine, 16)
+    for sample in wanted:
+        row, number = rows[sample.number], sample.number
+        length = int(row.response_lengths)
+        assert length == sample.request.max_tokens
+        assert row.policy_versions[0, :length].tolist() == [20] * 12 + [21] * (length - 12)
+        assert torch.equal(row.responses[0, :12], parts.responses[number, :12])
+        response = row.responses[0, :length].tolist()
+        gaps = [
+            (log_probs_by(weights, sample.request.prompt_token_ids, response) - row.rollout_log_probs[0, :length]).abs()
+            for weights in (before, model)
+        ]
+        assert max(gaps[0][:12].max(), gaps[1][12:].max()) < 1e-4
+        assert min(gaps[0][12:].max(), gaps[1][:12].max()) > 0.01
+    again = [
+        replace(sample, request=replace(sample.request, parts=known_parts(parts, sample.number))) for sample in wanted
+    ]
+    engine.call("submit", again)  # as after a loss or in a resumed run: the same tokens, to the bit
+    engine.call("after_steps", 100)
+    for number, row in collect(engine, 16).items():
+        for field in ("responses", "response_lengths", "rollout_log_probs", "policy_versions", "finished"):
+            assert torch.equal(getattr(row, field), getattr(rows[number], field)), (number, field)
+
+
+def known_parts(completions: Completions, row: int) -> list[Part]:
+    length = int(completions.response_lengths[row])
+    columns = (completions.responses, completions.rollout_log_probs, completions.policy_versions)
+    return parts_of(*(column[row, :length] for column in columns))
+
+
+@pytest.mark.slow
+def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
+    model: Any, sender: WeightSender, cutting_engine: OtherProcess
+) -> None:
+    """T5 with ``keep``: log-probs after the update are of new weights behind old keys and values; other requests see none."""
+    engine, wanted = cutting_engine, samples(8)
+    engine.call("act_on_update", "keep")
+    change(model, seed=30)
+    publish(sender, engine, 30)
+    engine.call("submit", wanted)
+    engine.call("after_steps", 12)
+    change(model, seed=31)
+    publish(sender, engine, 31)
+    assert gap_to_model(model, engine, 31) < 1e-4  # its prompt is in the cache, with keys and values of version 30
+    numbers, parts = engine.call("parts")
+    assert numbers == list(range(8))
+    assert parts.policy_versions[:, :12].unique().tolist() == [30]
+    engine.call("after_steps", 100)
+    for number, row in collect(engine, 8).items():
+        length = int(row.response_lengths)
+        # The step of a validation decodes what runs beside it.
+        assert row.policy_versions[0, :length].tolist() == [30] * 12 + [31] * (length - 12)
+        assert torch.equal(row.responses[0, :12], parts.responses[number, :12])
+        response = row.responses[0, :length].tolist()
+        new = log_probs_by(model, wanted[number].request.prompt_token_ids, response)
+        assert (new - row.rollout_log_probs[0, :length]).abs()[13:].max() > 1e-3
+
+
+@pytest.mark.slow
+def test_thirty_updates_under_running_samples(model: Any, sender: WeightSender, cutting_engine: OtherProcess) -> None:
+    """T25, with the real engine."""
+    engine = cutting_engine
+    publish(sender, engine, 100)
+    engine.call("submit", samples(200))
+    for version in range(101, 131):
+        engine.call("after_steps", 1 + version % 3)
+        publish(sender, engine, version)
+    engine.call("after_steps", 10_000)
+    rows = collect(engine, 200)
+    for number, row in rows.items():
+        length = int(row.response_lengths)
+        versions = row.policy_versions[0, :length].tolist()
+        assert length == WIDTH - number % 11
+        assert versions == sorted(versions)
+        assert versions[0] >= 100
 
 
 def test_a_cache_that_cannot_be_reset_under_load_is_an_error(engine: OtherProcess) -> None:

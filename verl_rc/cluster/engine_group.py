@@ -18,6 +18,7 @@ from verl_rc.cluster.remote import (
     wait_for_all,
 )
 from verl_rc.data.batches import Completions, Timed
+from verl_rc.data.parts import Part
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest
@@ -84,6 +85,8 @@ class EngineGroup:
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
         """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later call is lost."""
         self._options, self._timeout_seconds = options, timeout_seconds
+        if options.deterministic_steps is not None:
+            self._work = EngineWork(len(self._engines), by_seed=True)
         return [process.build(self.worker, options=options) for process in self._engines]
 
     def replace(self, engines: Sequence[int]) -> list[Pending]:
@@ -159,7 +162,7 @@ class EngineGroup:
     def abandon_update(self) -> None:
         """Close an interrupted update on the live engines; returns at once."""
         for engine in self._engines:
-            engine.call("finish_update", -1)
+            engine.call("abandon_update")
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache if engines can sleep. Raises ``EnginesLostError``."""
@@ -199,8 +202,33 @@ class EngineGroup:
         return self._work.finished()
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """Forget submitted requests: they are neither collected nor submitted again when their engine is lost."""
+        """Stop submitted requests: they are neither collected nor submitted again when their engine is lost."""
+        self._tell_all("cancel", list(numbers))
         self._work.discard(numbers)
+
+    def collect_parts(self, on_loss: OnLoss | None = None) -> list[int]:
+        """Fetch samples that have ended, and of the others what they had when the last update began, without waiting.
+
+        A lost engine's samples continue from there on another one. Losses are dealt with as in ``collect``.
+
+        Returns:
+            The numbers of samples that can be taken, in ascending order; ``parts`` gives those of the others.
+        """
+        busy = self._work.busy_engines()
+        self._record({engine: self._engines[engine].call("parts") for engine in busy}, self._work.record_parts, on_loss)
+        ended = {engine: self._engines[engine].call("collect", 0, 0.0, what="generate") for engine in busy}
+        self._record(ended, self._work.record, on_loss)
+        return self._work.finished()
+
+    def parts(self, number: int) -> Sequence[Part]:
+        """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with."""
+        return self._work.parts(number)
+
+    def begin_steps(self) -> None:
+        """Let engines make their steps with the weights that they hold; without ``deterministic_steps`` they make them anyway."""
+        if self._options.deterministic_steps is not None:
+            self._hand_over_lost()
+            self._tell_all("begin_steps")
 
     def take(self, numbers: Sequence[int]) -> Completions:
         """The completions of these numbers, in this order, once all have been collected; each can be taken once."""
@@ -221,14 +249,24 @@ class EngineGroup:
 
     def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[Completions]:
         """The completions of these numbers, in this order, once all have ended; each can be taken once. See ``generate``."""
-        busy_seconds = 0.0
         try:
-            while missing := self._work.num_unfinished(numbers):
-                busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
+            busy_seconds = self.wait_for(numbers, on_loss)
         except RemoteError:
             self._work.discard(numbers)
             raise
         return Timed(self._work.take(numbers), busy_seconds)
+
+    def wait_for(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> float:
+        """Wait until these have ended, with ``deterministic_steps`` beyond that limit; returns the time of the slowest engine.
+
+        Losses are dealt with as in ``collect``.
+        """
+        busy_seconds = 0.0
+        while missing := self._work.num_unfinished(numbers):
+            if self._options.deterministic_steps is not None:
+                self._tell_all("require", numbers)
+            busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
+        return busy_seconds
 
     def _hand_over(self, of_engines: Mapping[int, Sequence[Sample]]) -> dict[int, Pending]:
         """Submit samples; returns at once. The next ``collect`` reports a failure too."""
@@ -236,20 +274,38 @@ class EngineGroup:
 
     def _collect(self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None) -> float:
         """Wait until each of these engines has finished its number of samples, and store them; returns the longest wait."""
-        self._hand_over({engine: self._work.unfinished(engine) for engine in sorted(self._replaced)})
-        self._replaced.clear()
+        if self._replaced:
+            self._hand_over_lost()
+            self.begin_steps()
         pending = {
             engine: self._engines[engine].call("collect", number, wait_seconds, what="generate")
             for engine, number in at_least.items()
         }
+        self._record(pending, self._work.record, on_loss)
+        return longest_busy(list(pending.values()))
+
+    def _hand_over_lost(self) -> None:
+        """Submit the unfinished samples of lost engines to those that replaced them."""
+        self._submitting.append(self._hand_over({engine: self._work.unfinished(engine) for engine in sorted(self._replaced)}))
+        self._replaced.clear()
+
+    def _record(
+        self, pending: Mapping[int, Pending], record: Callable[[Mapping[int, Any]], None], on_loss: OnLoss | None
+    ) -> None:
+        """Wait for answers and ``record`` them; lost engines are replaced by ``on_loss``, without which the loss is raised."""
         try:
-            self._work.record(self.wait(pending)[0])
+            record(self.wait(pending)[0])
         except EnginesLostError as error:
-            self._work.record(error.answered)
+            record(error.answered)
             if on_loss is None:
                 raise
             on_loss(error, sum(len(self._work.unfinished(engine)) for engine in error.engines))
-        return longest_busy(list(pending.values()))
+
+    def _tell_all(self, method: str, *arguments: Any) -> None:
+        """Call every engine once it holds what was submitted. The next ``collect`` reports a loss."""
+        self._wait_for_submitted()
+        with suppress(EnginesLostError):
+            self._call_all(method, *arguments)
 
     def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
         """Send all requests to every engine, to compare each engine with the trainer. Raises ``EnginesLostError``."""

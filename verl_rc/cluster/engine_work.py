@@ -1,9 +1,11 @@
 """Book-keeping of samples: the engine of each unfinished sample, and finished samples until they are taken."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, groupby
 
 from verl_rc.data.batches import Completions
+from verl_rc.data.parts import Part, parts_of
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 
@@ -36,7 +38,9 @@ def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: 
 class EngineWork:
     """The samples of all engines by unique number, from their assignment until they are taken."""
 
-    def __init__(self, num_engines: int) -> None:
+    def __init__(self, num_engines: int, by_seed: bool = False) -> None:
+        """``by_seed``: a sample's engine follows from its seed, also in a resumed run; else from how busy the engines are."""
+        self._by_seed = by_seed
         self._numbers = count()
         self._unfinished: list[dict[int, Sample]] = [{} for _ in range(num_engines)]
         self._batches: list[Completions] = []
@@ -52,8 +56,12 @@ class EngineWork:
         ``awaited``: the caller waits for all of them, so they are assigned evenly and run before samples without a waiter.
         """
         samples = [Sample(next(self._numbers), request, options, awaited) for request in requests]
-        prompts = [request.prompt_token_ids for request in requests]
-        placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
+        if self._by_seed:
+            engine_of = [request.seed % len(self._unfinished) for request in requests]
+            placed = [[place for place, own in enumerate(engine_of) if own == engine] for engine in range(len(self._unfinished))]
+        else:
+            prompts = [request.prompt_token_ids for request in requests]
+            placed = assign(prompts, [len(mine) for mine in self._unfinished], evenly=awaited)
         of_engines = {
             engine: [samples[position] for position in positions] for engine, positions in enumerate(placed) if positions
         }
@@ -82,6 +90,22 @@ class EngineWork:
                 first = len(self._rows)
                 self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
                 self._batches.append(completions if len(known) == len(numbers) else completions[known])
+
+    def record_parts(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
+        """Note how far each engine had come with unfinished samples at its last update: another engine continues from there."""
+        for engine, (numbers, completions) in answers.items():
+            mine = self._unfinished[engine]
+            for row, number in enumerate(numbers):
+                if number in mine:
+                    length = int(completions.response_lengths[row])
+                    columns = (completions.responses, completions.rollout_log_probs, completions.policy_versions)
+                    parts = parts_of(*(column[row, :length] for column in columns))
+                    mine[number] = replace(mine[number], request=replace(mine[number].request, parts=parts))
+
+    def parts(self, number: int) -> Sequence[Part]:
+        """What is known of an unfinished sample's response."""
+        (sample,) = (mine[number] for mine in self._unfinished if number in mine)
+        return sample.request.parts
 
     def finished(self) -> list[int]:
         """The numbers of finished samples that were not taken, in ascending order."""

@@ -14,8 +14,6 @@ _CHOICES = {"rollout_is", "rollout_rs", "rollout_token_veto_threshold", "rollout
 
 UNBUILT = {
     "max_concurrent_rollouts": "a limit below max_num_seqs is not built; write actor_rollout_ref.rollout.max_num_seqs",
-    "kv_cache_on_update": "responses that weights change under are not built; drop it",
-    "deterministic_steps": "responses that weights change under are not built; drop it",
     "trace": "it is not built; drop it, timing_s/* is measured in every step",
 }
 """Keys whose values other than the default are refused, and why. A key that is built loses its line."""
@@ -44,11 +42,6 @@ def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
             by_reason.setdefault(reason, []).append(f"{_SECTION}.{key}={getattr(given, key)}")
     for reason, keys in by_reason.items():
         yield f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} refused: {reason}."
-    if given.staleness_threshold > 0 and given.partial_rollout:
-        yield (
-            f"{_SECTION}.partial_rollout=True with staleness_threshold={given.staleness_threshold:g} is refused: responses that "
-            f"weights change under are not built; pass {_SECTION}.partial_rollout=False."
-        )
 
 
 def refuse_unbuilt_beside(config: RunConfig) -> Iterator[str]:
@@ -218,6 +211,11 @@ def _token_age(config: RunConfig) -> Iterator[str]:
 
 
 def _partial_rollouts(options: AsyncTrainingConfig) -> Iterator[str]:
+    if options.deterministic_steps is not None and options.kv_cache_on_update == "keep":
+        yield (
+            f"{_SECTION}.deterministic_steps={options.deterministic_steps} needs responses that a resumed run continues alike, "
+            f"but with {_SECTION}.kv_cache_on_update=keep they depend on a cache that no checkpoint holds; drop one of them."
+        )
     if options.deterministic_steps is not None and options.order == "ready":
         yield (
             f"{_SECTION}.deterministic_steps={options.deterministic_steps} needs batches that do not depend on time, but "

@@ -71,6 +71,11 @@ class AsyncTrainingConfig(StrictModel):
         return "admitted" if in_order else "ready"
 
     @property
+    def on_update(self) -> Literal["finish", "recompute", "keep"]:
+        """What a publication does to running responses: engines finish them first, or ``kv_cache_on_update``."""
+        return self.kv_cache_on_update if self.partial_rollout and self.staleness_threshold > 0 else "finish"
+
+    @property
     def staleness(self) -> Fraction:
         """k: ``staleness_threshold`` as it was written, 0.1 as a tenth."""
         return _exact(self.staleness_threshold)

@@ -13,46 +13,13 @@ from torch import Tensor
 
 from verl_rc.data.batches import Completions, RolloutBatch
 from verl_rc.data.dataset import PromptRow
+from verl_rc.data.parts import Answer, Part
 from verl_rc.data.samples import Samples
 
 Fate = Literal["kept", "trained", "filtered", "failed", "stale"]
 SampleState = Literal["waiting", "sampling", "calling", "ended"]
 _ANSWER = -1
 """Version of tokens that no weights sampled."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Tokens that one request sampled under one version of the weights."""
-
-    token_ids: Tensor
-    """int32 ``[T]``, at least one."""
-    log_probs: Tensor
-    """float32 ``[T]``: of each token under the distribution it was sampled from, nats."""
-    version: int
-    """Training steps done when those weights were published."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` naming what does not fit."""
-        _check_tokens("Part.token_ids", self.token_ids, torch.int32)
-        _check_tokens("Part.log_probs", self.log_probs, torch.float32)
-        if len(self.token_ids) != len(self.log_probs) or self.version < 0:
-            raise ValueError(
-                f"a Part must have a log-prob for every token and a version >= 0, got {len(self.token_ids)} tokens, "
-                f"{len(self.log_probs)} log-probs and version {self.version}."
-            )
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Tokens that tools said between two turns of the policy."""
-
-    token_ids: Tensor
-    """int32 ``[T]``, at least one."""
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` naming what does not fit."""
-        _check_tokens("Answer.token_ids", self.token_ids, torch.int32)
 
 
 @dataclass
@@ -311,8 +278,3 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
 
 def _floats(values: Iterable[float] | None) -> Any:
     return None if values is None else torch.tensor(list(values), dtype=torch.float32)
-
-
-def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    if values.dtype != dtype or values.ndim != 1 or not len(values):
-        raise ValueError(f"{name} must be {dtype} of shape ['T'] with T >= 1, got {values.dtype} of shape {list(values.shape)}.")

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.data.batches import Completions, RolloutBatch
-from verl_rc.data.groups import Group, GroupScores, Part, Sample, completions, joined_samples
+from verl_rc.data.groups import Group, GroupScores, Sample, completions, joined_samples
+from verl_rc.data.parts import parts_of
 from verl_rc.data.samples import Samples
 from verl_rc.driver.sample import compared_values, decode, score_with_penalty
 from verl_rc.driver.services import Services
@@ -27,23 +28,21 @@ class Baselines:
 
 
 def end_sample(sample: Sample, given: Completions, row: int, *, one_version: bool) -> None:
-    """Put a row of what the engines returned into its sample, one part for each version that sampled it.
+    """Put a row of what the engines returned into its sample: the whole response, one part for each version that sampled it.
 
-    Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have sampled all of it and did
-    not.
+    Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have sampled all tokens that
+    the sample lacks and did not.
     """
     length = int(given.response_lengths[row])
-    versions, counts = torch.unique_consecutive(given.policy_versions[row, :length], return_counts=True)
-    found = versions.tolist()
-    if not found or min(found) < 0 or (one_version and len(found) > 1):
+    versions = given.policy_versions[row, :length]
+    found, lacking = set(versions.tolist()), set(versions[sample.num_sampled :].tolist())
+    if not lacking or min(found) < 0 or (one_version and len(lacking) > 1):
         wanted = "one version of the weights" if one_version else "known versions of the weights"
         raise RuntimeError(
             f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has tokens of "
-            f"{sorted(set(found))} (-1: none is known): an engine took an update under a running response."
+            f"{sorted(found)} (-1: none is known): an engine took an update under a running response."
         )
-    tokens, log_probs = given.responses[row, :length].to(torch.int32), given.rollout_log_probs[row, :length]
-    pieces = zip(tokens.split(counts.tolist()), log_probs.split(counts.tolist()), found, strict=True)
-    sample.turns = [Part(some.clone(), of_some.clone(), version) for some, of_some, version in pieces]
+    sample.turns = list(parts_of(given.responses[row, :length], given.rollout_log_probs[row, :length], versions))
     sample.state, sample.finished = "ended", bool(given.finished[row])
 
 

@@ -248,12 +248,18 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
         **_memory_arguments(rollout, device, config.actor_rollout_ref.hybrid_engine),
         **rollout.engine_kwargs.vllm,
     }
+    on_update = config.async_training.on_update
+    if on_update != "finish":
+        # vLLM would give the tokens of a step that it has begun, and not processed, the version of the weights that come next.
+        arguments["async_scheduling"] = False
     return EngineOptions(
         model_path=config.actor_rollout_ref.model.path,
         dtype=rollout.dtype,
         max_model_len=max_model_length(config),
         response_width=config.data.max_response_length,
         arguments=arguments,
+        on_update=on_update,
+        deterministic_steps=config.async_training.deterministic_steps,
     )
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,6 +14,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, Sample, pack, unpack
+from verl_rc.data.parts import Part
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
@@ -22,7 +23,6 @@ from verl_rc.driver.sample import (
     reward_outputs,
     sample_batch,
     sample_seed,
-    sampled_tokens,
     with_component_scores,
 )
 from verl_rc.driver.scored_groups import decide, end_sample, join
@@ -30,6 +30,7 @@ from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.admission import Admission, AdmissionState
+from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.ppo.guards import FailedGroups
 from verl_rc.ppo.number_ranges import NumberRanges
 from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
@@ -117,7 +118,8 @@ class AsynchronousSupply:
     """Groups are sampled beside training, up to k publications ahead, and trained on in the order of the replay rule.
 
     With ``partial_rollout=False`` weights are published when nothing is under way any more. So the version of a sample is that of
-    its admission, and what is open at the end of a step that publishes is whole, or has not begun: a checkpoint holds it exactly.
+    its admission, and what is open at the end of a step that publishes is whole, or has not begun. Else a publication cuts what
+    is under way, and its tokens so far are known here. In both cases a checkpoint of the step holds the open groups exactly.
     """
 
     def __init__(self, services: Services, state: RunState) -> None:
@@ -134,6 +136,10 @@ class AsynchronousSupply:
         if oldest > options.oldest:
             say("groups of the checkpoint are trained on first, up to %d steps old, the bound is %d", oldest, options.oldest)
         self._rule = ReplayRule(options.resolved_order, batch, oldest, options.max_off_policy_strategy)
+        self._cuts = options.on_update != "finish"
+        """Whether a publication cuts what is under way."""
+        self._stepped: int | None = None
+        """The version with which engines were last told to make steps."""
         self._under_way: dict[int, tuple[int, int]] = {}
         """By the engines' number of a request: number of its group, place of its sample there."""
         self._submitted_at: dict[int, float] = {}
@@ -152,6 +158,9 @@ class AsynchronousSupply:
                 now.groups[number] = self._new_group(number, *self._next_prompt())
             now.admission, now.ledger = now.admission.admit(count), now.ledger.admit(count)
             self._submit([group for number, group in now.groups.items() if not (group.is_whole or number in self._submitted_at)])
+            if self._stepped != now.admission.published:
+                self._services.engines.begin_steps()
+                self._stepped = now.admission.published
 
     def take(self, record: StepRecord) -> Samples:
         """The next step's groups, waited for. Raises ``RuntimeError`` when one is older than the rule allows."""
@@ -172,6 +181,7 @@ class AsynchronousSupply:
             record.add({"critic/reward_baselines/mean": float(baselines.scores.double().mean())})
         record.add({"training/epoch": max(group.epoch for group in groups)})
         record.add(_age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
+        record.add(version_metrics(samples.rollouts.policy_versions, samples.rollouts.response_mask, step - 1))
         record.add_records(reward_metrics(reward_outputs(samples)))
         describe_sampled(self._services, samples, samples.num_tokens, record)
         WHILE_WAITING.work = self._receive_beside_training
@@ -181,10 +191,12 @@ class AsynchronousSupply:
         """Publish the weights of ``step``, whole responses once all that is under way has ended; returns the limit of the canary
         tokens' gap."""
         WHILE_WAITING.work = None
-        while self._under_way and not self._options.partial_rollout:
+        while self._under_way and not self._cuts:
             self._receive(record, version=step)
         limit = weights.publish(self._services, self._state, step, record)
         self._now.admission = self._now.admission.publish(step)
+        if self._cuts:
+            self._note_parts(record, version=step)
         return limit
 
     def close_step(self, record: StepRecord) -> SupplyState:
@@ -256,7 +268,8 @@ class AsynchronousSupply:
         if not samples:
             return
         requests = [
-            GenerationRequest(group.row.prompt_token_ids, seed) for (group, _), seed in zip(samples, seeds, strict=True)
+            GenerationRequest(group.row.prompt_token_ids, seed, parts=[turn for turn in one.turns if isinstance(turn, Part)])
+            for (group, one), seed in zip(samples, seeds, strict=True)
         ]
         numbers = self._services.engines.submit(requests, options)
         places = [(group.number, one.index) for group, one in samples]
@@ -277,7 +290,7 @@ class AsynchronousSupply:
                 return decision.numbers
             self._require_more(step)
             is_enough, began = self._now.num_kept >= self._rule.batch, time.perf_counter()
-            self._receive(record, version=self._state.step)
+            self._receive(record, self._state.step, decision.awaited)
             self._since.waited_for_oldest += time.perf_counter() - began if is_enough else 0.0
 
     def _require_more(self, step: int) -> None:
@@ -304,18 +317,22 @@ class AsynchronousSupply:
         with record.stage("gen"), suppress(EnginesLostError):  # the samples are here; the next weight update replaces it
             self._services.engines.sleep()
 
-    def _receive(self, record: StepRecord, version: int) -> None:
+    def _receive(self, record: StepRecord, version: int, awaited: Collection[int] = ()) -> None:
         """Wait a moment for samples, decide the groups that are whole, and replace those that will not be trained on.
 
-        Engines that are lost get the trainer's weights as ``version``.
+        With ``deterministic_steps`` wait for the groups ``awaited`` and no others. Engines that are lost get the trainer's
+        weights as ``version``.
         """
         with record.stage("gen"):
             began = time.perf_counter()
-            ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
+            if self._options.deterministic_steps is None:
+                ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
+            else:
+                ended = [number for number, (of_group, _) in self._under_way.items() if of_group in awaited]
+                weights.wait_for(self._services, self._state, ended, version, record)
             groups = self._file([number for number in ended if number in self._under_way])
             record.add_busy("gen", time.perf_counter() - began)
-        if whole := [group for group in groups if group.is_whole]:
-            self._decide(whole, record)
+        self._decide_whole(groups, record)
         self._fail_late_groups()
         if self._now.admission.allowance():
             self.admit(record)
@@ -330,24 +347,40 @@ class AsynchronousSupply:
             return
         groups = self._file([number for number in ended if number in self._under_way])
         apart = StepRecord()  # the step's stages are those of the trainer meanwhile
-        if whole := [group for group in groups if group.is_whole]:
-            self._decide(whole, apart)
+        self._decide_whole(groups, apart)
         self._fail_late_groups()
         if self._now.admission.allowance():
             self.admit(apart)
+
+    def _note_parts(self, record: StepRecord, version: int) -> None:
+        """Take over what ended before a publication, and the tokens so far of what it cut."""
+        with record.stage("update_weights"):
+            ended = weights.collect_parts(self._services, self._state, version, record)
+            groups = self._file([number for number in ended if number in self._under_way])
+            for number, (of_group, place) in self._under_way.items():
+                sample = self._now.groups[of_group].samples[place]
+                before, sample.turns = sample.num_sampled, list(self._services.engines.parts(number))
+                self._since.arrived += sample.num_sampled - before
+        self._decide_whole(groups, record)
 
     def _file(self, numbers: Sequence[int]) -> list[Group]:
         """Put what these requests gave into their samples; returns the groups of these."""
         if not numbers:
             return []
         given = self._services.engines.take(numbers)
-        self._since.arrived += sampled_tokens(given)
         touched: dict[int, Group] = {}
         for row, number in enumerate(numbers):
             of_group, place = self._under_way.pop(number)
             group = touched[of_group] = self._now.groups[of_group]
-            end_sample(group.samples[place], given, row, one_version=not self._options.partial_rollout)
+            sample = group.samples[place]
+            known = sample.num_sampled
+            end_sample(sample, given, row, one_version=not self._cuts)
+            self._since.arrived += sample.num_sampled - known
         return list(touched.values())
+
+    def _decide_whole(self, groups: Sequence[Group], record: StepRecord) -> None:
+        if whole := [group for group in groups if group.is_whole]:
+            self._decide(whole, record)
 
     def _decide(self, groups: Sequence[Group], record: StepRecord) -> None:
         now, filtered, since = self._now, list[Group](), self._since

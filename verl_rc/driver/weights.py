@@ -86,6 +86,17 @@ def collect(services: Services, state: RunState, wait_seconds: float, version: i
     return services.engines.collect(wait_seconds, _replacing(services, state, version, record))
 
 
+def wait_for(services: Services, state: RunState, numbers: Sequence[int], version: int, record: StepRecord) -> None:
+    """Wait until these submitted requests have ended; lost engines are dealt with as in ``collect``."""
+    services.engines.wait_for(numbers, _replacing(services, state, version, record))
+
+
+def collect_parts(services: Services, state: RunState, version: int, record: StepRecord) -> list[int]:
+    """After an update under running requests: the numbers of those that have ended; the group of engines knows how far the
+    others were. Lost engines are dealt with as in ``collect``."""
+    return services.engines.collect_parts(_replacing(services, state, version, record))
+
+
 def _replacing(services: Services, state: RunState, version: int, record: StepRecord) -> OnLoss:
     def on_loss(lost: EnginesLostError, num_requests: int) -> None:
         record.requests_reissued += num_requests

@@ -47,6 +47,28 @@ def critic_metrics(batch: CriticBatch) -> dict[str, float]:
     return _to_floats({**values, "critic/vf_explained_var": explained})
 
 
+def version_metrics(policy_versions: Tensor, response_mask: Tensor, current: int) -> dict[str, float]:
+    """How many versions of the weights sampled each response, and how old the newest and the oldest of them are.
+
+    ``policy_versions`` and ``response_mask`` are ``[B, R]``, a token in each row; the trainer holds version ``current``.
+    """
+    newest = policy_versions.masked_fill(~response_mask, torch.iinfo(policy_versions.dtype).min).amax(dim=-1)
+    oldest = policy_versions.masked_fill(~response_mask, torch.iinfo(policy_versions.dtype).max).amin(dim=-1)
+    span = newest - oldest
+    values = _mean_max_min(
+        {
+            "training/off_policy/trajectory_spans": span + 1,
+            "training/off_policy/trajectory_staleness": current - newest,
+            "training/off_policy/trajectory_staleness_worst": current - oldest,
+        }
+    )
+    partial = (span > 0).double()
+    values["fully_async/partial/total_partial_num"] = partial.sum()
+    values["fully_async/partial/partial_ratio"] = partial.mean()
+    values["fully_async/partial/max_partial_span"] = span.max().double()
+    return _to_floats(values)
+
+
 def _mean_max_min(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for name, column in columns.items():

@@ -280,8 +280,14 @@ def _publications(config: RunConfig) -> Iterator[Row]:
     options, trainer = config.async_training, config.trainer
     every, canaries = options.trigger_parameter_sync_step, config.actor_rollout_ref.rollout.sync_proof.canary_freq
     when = "after every step" if every == 1 else f"after every {every} steps and the last one"
-    how = "the weights change under running responses" if options.partial_rollout else "engines finish what they have first"
-    yield "publishing", f"{when}; {how}"
+    behind = {
+        "finish": "engines finish what they have first",
+        "recompute": "the weights change under running responses, whose tokens so far the engines compute again",
+        "keep": "the weights change under running responses, which go on behind the keys and values of the old ones",
+    }
+    yield "publishing", f"{when}; {behind[options.on_update]}"
+    if options.deterministic_steps is not None:
+        yield "", f"each engine makes {options.deterministic_steps} steps with a version and waits for the next: equal runs"
     if not config.overlaps:
         yield "", "engines share the trainer's devices: all that a version admits is sampled before its first step is trained"
     elif not options.partial_rollout:

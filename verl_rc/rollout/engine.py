@@ -7,17 +7,12 @@ from operator import itemgetter
 from typing import Any, Literal
 
 import torch
-from vllm import LLM, SamplingParams
-from vllm.config import WeightTransferConfig
-from vllm.inputs import tokens_input
-from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind
 
 from verl_rc.data.batches import Completions
-from verl_rc.rollout import engine_worker
-from verl_rc.rollout.process_cleanup import unlink_shared_memory
+from verl_rc.rollout.response import UNKNOWN, Ended, Response
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Box, Sample, StepLoop
+from verl_rc.rollout.vllm_sampler import VllmSampler
 from verl_rc.weight_sync import receiver
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress
@@ -26,45 +21,11 @@ MemoryTag = Literal["weights", "kv_cache"]
 """The parts of an engine's memory that sleep and wake by themselves."""
 
 
-class VllmSampler:
-    """vLLM as the step loop sees it."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        """Build vLLM; weights come with the first update."""
-        self.llm = LLM(
-            model=options.model_path,
-            dtype=options.dtype,
-            max_model_len=options.max_model_len,
-            # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
-            # probability under the distribution that was sampled from.
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
-            # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
-            worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
-            **options.arguments,
-        )
-        # Once the constructor returns, all processes of the engine have mapped what they share.
-        self.llm.collective_rpc("unlink_shared_memory")
-        unlink_shared_memory()
-        # vLLM would queue further requests itself, where a later one with priority could not overtake them.
-        self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-
-    def begin(self, key: str, sample: Sample) -> None:
-        """Queue a sample; raises ``ValueError`` when it does not fit the model's length."""
-        prompt = tokens_input(sample.request.prompt_token_ids)
-        self.llm.llm_engine.add_request(key, prompt, sampling_parameters(sample.request, sample.options))
-
-    def step(self) -> list[tuple[str, CompletionOutput]]:
-        """See ``Sampler``."""
-        return [(output.request_id, output.outputs[0]) for output in self.llm.llm_engine.step() if output.finished]
-
-
 class RolloutEngine:
     """Samples responses and takes weight updates. Lives alone in its process: vLLM owns the process's threads.
 
-    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM. Updates and sleep wait until every
-    response requested before has ended, so that each has one version; responses requested later wait for the update.
+    Methods may be called from any thread: only the thread of ``StepLoop`` calls vLLM. What an update does to running samples is
+    ``EngineOptions.on_update``. Sleep waits until every response requested before has ended; later ones wait for it.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -72,7 +33,12 @@ class RolloutEngine:
         self._options = options
         self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
         self._box: Box = []
+        self._on_update = options.on_update
+        self._parts: tuple[list[int], Completions] = ([], self._collect([]))
+        """Numbers and tokens so far of the samples that were running when the last update began."""
         self._loop = StepLoop(partial(VllmSampler, options))
+        if options.deterministic_steps is not None:
+            self._loop.call(lambda _: self._loop.limit(0))
 
     def describe(self) -> dict[str, Any]:
         """Facts of the running engine: its cache's block size, its threads, how it computes fp8 products (None: it has none)."""
@@ -103,8 +69,22 @@ class RolloutEngine:
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_device"))
 
     def begin_update(self) -> None:
-        """Make the model loadable; every bucket of the update follows, then ``finish_update``. Sampling pauses."""
-        self._loop.call(lambda sampler: sampler.llm.start_weight_update(), when_empty=True, hold="update")
+        """Make the model loadable; every bucket of the update follows, then ``finish_update``. Sampling pauses.
+
+        Running samples are dealt with as ``EngineOptions.on_update`` says; with ``deterministic_steps`` once these are made.
+        """
+
+        def begin(sampler: VllmSampler) -> None:
+            if self._options.deterministic_steps is not None:
+                self._loop.limit(0)
+            if self._on_update == "recompute":
+                self._loop.cut(sampler)
+            so_far = sorted(self._loop.so_far(sampler), key=itemgetter(0))
+            self._parts = [number for number, _ in so_far], self._collect([response for _, response in so_far])
+            sampler.llm.start_weight_update()
+
+        waits = self._on_update == "finish" or self._options.deterministic_steps is not None
+        self._loop.call(begin, after="all" if waits else "priority", hold="update")
 
     def load_bucket(self, handle: BucketHandle) -> None:
         """Load one lent bucket; its lender may take the memory back when this returns."""
@@ -115,10 +95,38 @@ class RolloutEngine:
 
     def finish_update(self, version: int) -> list[dict[str, Any]]:
         """End the update as ``version`` and reset the prefix cache; returns a receipt per worker."""
-        self._loop.call(lambda sampler: sampler.llm.finish_weight_update(str(version)))
-        # While the update still holds sampling back: no request may find blocks of the old weights.
-        self.reset_prefix_cache()
+        self._end_update(version)
         return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_receipt"), release="update")
+
+    def abandon_update(self) -> None:
+        """Close an update that broke off. Sampling pauses until another one is finished, because the weights are a mixture."""
+        self._end_update(UNKNOWN)
+
+    def _end_update(self, version: int) -> None:
+        self._loop.call(lambda sampler: sampler.finish_update(version))
+        # While the update still holds sampling back: no request may find blocks of the old weights.
+        if self._on_update != "keep":
+            self.reset_prefix_cache()
+
+    def parts(self) -> tuple[list[int], Completions]:
+        """Submitted samples that were running when the last update began, with their tokens before it.
+
+        Returns numbers in ascending order and one row for each.
+        """
+        return self._parts
+
+    def begin_steps(self) -> None:
+        """Make ``EngineOptions.deterministic_steps`` steps with the weights that the engine holds, if that is given.
+
+        Without this call submitted samples wait after an update, and after these steps until the next update.
+        """
+        steps = self._options.deterministic_steps
+        if steps is not None:
+            self._loop.call(lambda _: self._loop.limit(steps))
+
+    def require(self, numbers: Sequence[int]) -> None:
+        """Sample these to their end, whatever ``deterministic_steps`` says."""
+        self._loop.call(lambda _: self._loop.require(numbers))
 
     def sleep(self) -> bool:
         """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
@@ -129,7 +137,7 @@ class RolloutEngine:
         """
         if self._can_sleep:
             # Level 1 would copy the weights to host memory, and the next update replaces them anyway.
-            self._loop.call(lambda sampler: sampler.llm.sleep(level=2), when_empty=True, hold="memory")
+            self._loop.call(lambda sampler: sampler.llm.sleep(level=2), after="all", hold="memory")
         return self._can_sleep
 
     def wake_up(self, tags: Sequence[MemoryTag]) -> bool:
@@ -149,6 +157,10 @@ class RolloutEngine:
         """Queue samples and return at once. ``collect`` returns their responses."""
         self._loop.submit(samples, self._box)
 
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Stop sampling these, begun or not; ``collect`` still returns those that have ended."""
+        self._loop.call(lambda sampler: self._loop.cancel(sampler, numbers))
+
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> tuple[list[int], Completions]:
         """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over (None: no limit).
 
@@ -167,60 +179,26 @@ class RolloutEngine:
 
     def _completions(self, ended: Box) -> tuple[list[int], Completions]:
         ended = sorted(ended, key=itemgetter(0))
-        return [number for number, _ in ended], self._collect([output for _, output in ended])
+        return [number for number, _ in ended], self._collect_ended([response for _, response in ended])
 
-    def _collect(self, outputs: list[CompletionOutput]) -> Completions:
-        rows, width = len(outputs), self._options.response_width
+    def _collect_ended(self, ended: list[Ended]) -> Completions:
+        return self._collect([one.whole(row) for row, one in enumerate(ended)])
+
+    def _collect(self, given: Sequence[Response]) -> Completions:
+        rows, width = len(given), self._options.response_width
         responses = torch.zeros(rows, width, dtype=torch.int64)
         log_probs = torch.zeros(rows, width)
-        versions = torch.full((rows, width), -1)
-        for row, output in enumerate(outputs):
-            count = len(output.token_ids)
-            responses[row, :count] = torch.tensor(output.token_ids)
-            log_probs[row, :count] = torch.tensor(sampled_log_probs(output, row))
-            for span in output.weight_versions or ():
-                # Before the first update vLLM's version is the word "default".
-                versions[row, span.start : span.end] = int(span.version) if span.version.isdigit() else -1
+        versions = torch.full((rows, width), UNKNOWN)
+        for row, response in enumerate(given):
+            count = len(response.token_ids)
+            responses[row, :count] = torch.tensor(response.token_ids)
+            log_probs[row, :count] = torch.tensor(response.log_probs)
+            versions[row, :count] = torch.tensor(response.versions)
         return Completions(
             responses=responses,
-            response_lengths=torch.tensor([len(output.token_ids) for output in outputs], dtype=torch.int64),
+            response_lengths=torch.tensor([len(response.token_ids) for response in given], dtype=torch.int64),
             rollout_log_probs=log_probs,
             policy_versions=versions,
-            # "length" is the other reason: the response is cut off.
-            finished=torch.tensor([output.finish_reason == "stop" for output in outputs], dtype=torch.bool),
+            finished=torch.tensor([response.stopped for response in given], dtype=torch.bool),
             batch_size=[rows],
         )
-
-
-def sampling_parameters(request: GenerationRequest, options: SamplingOptions) -> SamplingParams:
-    """Sampling parameters of one request: token ids and log-probs without text, returned at its end."""
-    return SamplingParams(
-        seed=request.seed,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_tokens=options.max_tokens if request.max_tokens is None else request.max_tokens,
-        # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
-        stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
-        ignore_eos=options.ignore_eos,
-        # 0 is the sampled token alone; 1 would add the most likely one. Flat: lists of numbers, where the
-        # default builds a dict and an object for each token, which the garbage collector has to walk.
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        # The default returns every running request at every step.
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def sampled_log_probs(output: CompletionOutput, row: int) -> list[float]:
-    """The log-prob of every sampled token, in nats; ``ValueError`` when one is missing or belongs to another token."""
-    flat = output.logprobs
-    count = len(output.token_ids)
-    if flat is None or len(flat) != count:
-        found = "none" if flat is None else str(len(flat))
-        raise ValueError(f"every one of the {count} tokens of request {row} needs a log-prob, the engine returned {found}.")
-    first = flat.start_indices
-    if [flat.token_ids[start] for start in first] != list(output.token_ids):
-        raise ValueError(f"the log-probs of request {row} must belong to its sampled tokens, the engine returned others.")
-    return [flat.logprobs[start] for start in first]

@@ -1,11 +1,16 @@
 """What is asked of an engine: how it is built, sampling parameters, and a seed for every request."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from verl_rc.config.rollout import RolloutConfig, ValKwargsConfig
+from verl_rc.data.parts import Part
+
+OnUpdate = Literal["finish", "recompute", "keep"]
+"""What a weight update does to running samples: it waits for their end; or they go on with the new weights, after their tokens
+so far are computed again, or behind the KV cache of the old weights. Samples with priority always end first."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,10 @@ class EngineOptions:
     """Padded width R of returned responses, tokens."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of ``vllm.LLM``."""
+    on_update: OnUpdate = "finish"
+    deterministic_steps: int | None = None
+    """Steps that samples without priority are decoded by one version of the weights, see ``RolloutEngine.begin_steps``; None: no
+    limit."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,11 @@ class GenerationRequest:
 
     prompt_token_ids: list[int]
     seed: int
+    """Of the first part; see ``part_seed``."""
     max_tokens: int | None = None
-    """Limit of the response, tokens; None: that of the sampling options."""
+    """Limit of the whole response, tokens; None: that of the sampling options."""
+    parts: Sequence[Part] = ()
+    """What there is of the response already: it continues behind these tokens."""
 
 
 def request_seed(identity: Mapping[str, int]) -> int:
@@ -68,3 +80,11 @@ def request_seed(identity: Mapping[str, int]) -> int:
     # that it fits a signed 64-bit integer.
     text = ",".join(f"{name}={identity[name]}" for name in sorted(identity))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def part_seed(first: int, offset: int) -> int:
+    """The seed of the part of a response that begins at token ``offset``; ``first`` is that of the response's first part.
+
+    So a part is the same whichever engine samples it, and two parts of a response share no random numbers.
+    """
+    return first if offset == 0 else request_seed({"seed": first, "offset": offset})

@@ -1,21 +1,24 @@
 """One thread owns the sampler (vLLM): it decodes step by step and runs the calls of other threads between two steps.
 
 Other threads only touch queues. ``submit`` queues samples and ``take`` returns their responses. ``call`` queues everything else,
-such as a weight update, and the owning thread runs the calls in their order. A call may ask for an empty sampler: it waits until
-every sample submitted before it has ended, and samples submitted after it wait for the call.
+such as a weight update, and the owning thread runs the calls in their order. A call may wait until every sample submitted before
+it has ended; samples submitted after it wait for the call. Or its action cuts what runs, which goes on afterwards:
 
-    caller     submit(a, b)          call(load, when_empty=True)      submit(c)
+    caller     submit(a, b)          call(load, after="all")      submit(c)
     thread       step  step  step (a and b end)      load               step  step (c ends)
+
+    caller     submit(a, b)    call(cut, load)
+    thread       step  step      cut  load      step  step (a and b end, with tokens of both weights)
 """
 
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
@@ -39,14 +42,26 @@ class Sampler(Protocol):
     """Largest number of samples that run at the same time."""
 
     def begin(self, key: str, sample: Sample) -> None:
-        """Add a sample to the batch of the next steps."""
+        """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far."""
 
     def step(self) -> list[tuple[str, Any]]:
         """Decode one token of each running sample; returns key and response of those that ended."""
 
+    def cut(self, keys: Sequence[str]) -> None:
+        """Take running samples out of the batch; what was sampled of them is kept for ``begin``."""
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Take running samples out of the batch for good, and forget those that were cut."""
+
+    def so_far(self, key: str) -> Any:
+        """The response so far of a sample that has begun and not ended; None when it has not begun."""
+
 
 S = TypeVar("S", bound=Sampler)
 T = TypeVar("T")
+After = Literal["step", "priority", "all"]
+"""What a call waits for: the end of the current step; of all samples with priority; or until no sample may be stepped any more,
+because all have ended or the limit of steps is reached."""
 Box = list[tuple[int, Any]]
 """Number and response of each sample that has ended. Only ``take`` may read it: the loop appends to it."""
 
@@ -57,7 +72,7 @@ class _Command:
 
     action: Callable[[Any], Any]
     answer: "Future[Any]"
-    when_empty: bool
+    after: After
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,10 @@ class StepLoop(Generic[S]):
         self._ahead_running = 0
         self._arrivals = count()
         self._holds: set[str] = set()
+        self._steps_left: int | None = None
+        """Steps that samples without priority may still be decoded; None: no limit."""
+        self._required: set[int] = set()
+        """Numbers of samples without priority that are decoded to their end, whatever the limit."""
         # A daemon: a step that hangs in vLLM must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(build,), name="step loop", daemon=True)
         self._thread.start()
@@ -100,10 +119,9 @@ class StepLoop(Generic[S]):
 
         def add(_: S) -> None:
             for sample in samples:
-                # The arrival comes before the sample, because samples cannot be compared.
-                heapq.heappush(self._waiting, (not sample.ahead, sample.number, next(self._arrivals), _Submitted(sample, box)))
+                self._wait(next(self._arrivals), _Submitted(sample, box))
 
-        self._post(add, when_empty=False)
+        self._post(add, "step")
 
     def take(self, box: Box, at_least: int = 1, wait_seconds: float | None = None) -> Box:
         """Empty ``box`` once it holds ``at_least`` samples or ``wait_seconds`` are over (None: no limit).
@@ -118,12 +136,12 @@ class StepLoop(Generic[S]):
             box.clear()
             return taken
 
-    def call(self, action: Callable[[S], T], when_empty: bool = False, hold: str = "", release: str = "") -> T:
+    def call(self, action: Callable[[S], T], after: After = "step", hold: str = "", release: str = "") -> T:
         """Run ``action`` in the owning thread between two steps; returns its result or raises its exception.
 
         Args:
             action: What to do with the sampler.
-            when_empty: Wait until all samples submitted before have ended; samples submitted later wait for this call.
+            after: What to wait for. Samples that are submitted later wait for this call.
             hold: No step runs after this action has begun, even if it fails, until another call releases the same word.
             release: Ends the hold of this word if the action succeeds.
         """
@@ -136,15 +154,15 @@ class StepLoop(Generic[S]):
             return result
 
         # Outside the lock: the owning thread needs it to run the command.
-        return self._post(held, when_empty).result()
+        return self._post(held, after).result()
 
     def stop(self) -> None:
         """End the thread after its current step; later calls raise ``RuntimeError``."""
         self._finish(RuntimeError("the engine's step loop was stopped."))
         self._thread.join()
 
-    def _post(self, action: Callable[[S], T], when_empty: bool) -> "Future[T]":
-        command = _Command(action, Future(), when_empty)
+    def _post(self, action: Callable[[S], T], after: After) -> "Future[T]":
+        command = _Command(action, Future(), after)
         with self._changed:
             if self._end is not None:
                 raise self._end
@@ -160,7 +178,50 @@ class StepLoop(Generic[S]):
             self._commands.clear()
             self._changed.notify_all()
 
+    # in the owning thread: for actions
+
+    def cut(self, sampler: S) -> None:
+        """Cut all running samples without priority; they go on when steps may be made again."""
+        keys = [key for key, submitted in self._running.items() if not submitted.sample.ahead]
+        sampler.cut(keys)
+        for key in keys:
+            self._wait(int(key), self._running.pop(key))
+
+    def cancel(self, sampler: S, numbers: Collection[int]) -> None:
+        """Drop these samples without priority, running or waiting; those that have ended stay in their box."""
+        dropped = set(numbers)
+        kept = [entry for entry in self._waiting if entry[3].sample.ahead or entry[3].sample.number not in dropped]
+        waiting = {str(arrival) for _, _, arrival, _ in self._waiting} - {str(arrival) for _, _, arrival, _ in kept}
+        running = {key for key, one in self._running.items() if not one.sample.ahead and one.sample.number in dropped}
+        sampler.drop(sorted(waiting | running))
+        for key in running:
+            del self._running[key]
+        self._waiting = kept
+        heapq.heapify(self._waiting)
+        self._required -= dropped
+
+    def so_far(self, sampler: S) -> Box:
+        """Number and response so far of every sample without priority that has begun and not ended."""
+        waiting = {str(arrival): submitted for _, _, arrival, submitted in self._waiting}
+        both = {**waiting, **self._running}
+        responses = [(submitted.sample, sampler.so_far(key)) for key, submitted in both.items()]
+        return [(sample.number, response) for sample, response in responses if response is not None and not sample.ahead]
+
+    def limit(self, steps: int) -> None:
+        """Decode samples without priority in ``steps`` further steps, and then those that ``require`` names, to their end."""
+        self._steps_left = steps
+        self._required.clear()
+
+    def require(self, numbers: Collection[int]) -> None:
+        """Decode these samples without priority to their end, whatever the limit; all others are decoded beside them."""
+        both = [*self._running.values(), *(submitted for *_, submitted in self._waiting)]
+        self._required |= {one.sample.number for one in both if not one.sample.ahead} & set(numbers)
+
     # in the owning thread
+
+    def _wait(self, arrival: int, submitted: _Submitted) -> None:
+        # The arrival comes before the sample, because samples cannot be compared.
+        heapq.heappush(self._waiting, (not submitted.sample.ahead, submitted.sample.number, arrival, submitted))
 
     def _run(self, build: Callable[[], S]) -> None:
         try:
@@ -183,11 +244,24 @@ class StepLoop(Generic[S]):
             return self._commands.popleft() if self._may_run_command() else None
 
     def _may_run_command(self) -> bool:
-        # A call for an empty sampler does not wait for samples that are held: it may be the one that releases them.
-        return bool(self._commands) and not (self._commands[0].when_empty and self._may_step())
+        if not self._commands:
+            return False
+        # No call waits for samples that are held: it may be the one that releases them.
+        awaited = {"step": False, "priority": self._may_step() and self._has_priority(), "all": self._may_step()}
+        return not awaited[self._commands[0].after]
 
     def _may_step(self) -> bool:
-        return bool(self._running or self._waiting) and not self._holds
+        if self._holds or not (self._running or self._waiting):
+            return False
+        return self._has_priority() or self._may_decode()
+
+    def _has_priority(self) -> bool:
+        """Whether a sample with priority runs or waits."""
+        return self._ahead_running > 0 or bool(self._waiting and self._waiting[0][3].sample.ahead)
+
+    def _may_decode(self) -> bool:
+        """Whether samples without priority may be decoded."""
+        return self._steps_left is None or self._steps_left > 0 or bool(self._required)
 
     def _run_command(self, command: _Command, sampler: S) -> None:
         try:
@@ -201,7 +275,7 @@ class StepLoop(Generic[S]):
         """Begin samples while there is room and no running sample has priority over them."""
         while self._waiting and len(self._running) < sampler.capacity:
             behind, _, arrival, submitted = self._waiting[0]
-            if behind and self._ahead_running:
+            if behind and (self._ahead_running or not self._may_decode()):
                 return
             heapq.heappop(self._waiting)
             self._running[str(arrival)] = submitted
@@ -209,11 +283,15 @@ class StepLoop(Generic[S]):
             sampler.begin(str(arrival), submitted.sample)
 
     def _deliver(self, ended: Sequence[tuple[str, Any]]) -> None:
+        if self._steps_left and len(self._running) > self._ahead_running:
+            self._steps_left -= 1
         if not ended:
             return
         with self._changed:
             for key, response in ended:
                 submitted = self._running.pop(key)
                 self._ahead_running -= submitted.sample.ahead
+                if not submitted.sample.ahead:
+                    self._required.discard(submitted.sample.number)
                 submitted.box.append((submitted.sample.number, response))
             self._changed.notify_all()

@@ -10,7 +10,8 @@ from verl_rc.cluster import engine_group
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.data.batches import Completions
+from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
@@ -36,6 +37,10 @@ class Engine:
         self.ended: list[Sample] = []
         self.failure: RemoteError | None = None
         self.replaced = 0
+        self.cut: tuple[list[int], Completions] = ([], completions([]))
+        self.told: list[Any] = []
+        self.parts: list[list[int]] = []
+        """Tokens that each submitted sample came with."""
 
     def call(self, method: str, *arguments: Any, what: str | None = None) -> Call:
         if self.failure:
@@ -46,6 +51,12 @@ class Engine:
             assert all(sample.ahead == (sample.request.seed < 10) for sample in samples)  # seeds from 10 on: ``group.submit``
             self.asked.append([sample.request.seed for sample in samples])
             self.ended += samples
+            self.parts += [[int(token) for part in sample.request.parts for token in part.token_ids] for sample in samples]
+            return Call(None)
+        if method == "parts":
+            return Call(self.cut)
+        if method in ("begin_steps", "require", "cancel"):
+            self.told.append((method, *arguments))
             return Call(None)
         assert (method, what) == ("collect", "generate")
         at_least, _ = arguments
@@ -61,14 +72,17 @@ class Engine:
         pass
 
 
-def group_of(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineGroup, list[Engine]]:
+def group_of(
+    num_engines: int, monkeypatch: pytest.MonkeyPatch, deterministic_steps: int | None = None
+) -> tuple[EngineGroup, list[Engine]]:
     def answers(calls: Sequence[Call], *_: Any) -> Iterator[tuple[Call, Any]]:
         return ((call, call.answer) for call in calls)
 
     monkeypatch.setattr(engine_group, "answers", answers)
     group = EngineGroup.__new__(EngineGroup)
     engines = [Engine() for _ in range(num_engines)]
-    vars(group).update(_engines=engines, _timeout_seconds=1.0, _options=None, _work=EngineWork(num_engines), _replaced=set())
+    vars(group).update(_engines=engines, _timeout_seconds=1.0, _work=EngineWork(num_engines), _replaced=set())
+    vars(group).update(_options=EngineOptions("model", "float32", 8, 4, deterministic_steps=deterministic_steps))
     vars(group).update(_submitting=[])
     return group, engines
 
@@ -135,6 +149,69 @@ def test_what_was_handed_over_to_an_engine_that_is_lost_is_handed_to_the_next_in
     assert engines[1].asked == [[12, 13]]
     assert collected == [[0, 1, 2], numbers, numbers]
     assert group.take(numbers).responses[:, 0].tolist() == [10, 11, 12, 13]
+
+
+def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T8: the new engine gets them when it is asked for samples, which is after an update of all weights."""
+    group, engines = group_of(2, monkeypatch)
+    numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
+    for engine, (number, token) in zip(engines, [(1, 51), (3, 53)], strict=True):
+        engine.ended = engine.ended[:1]  # the other one still runs
+        engine.cut = ([number], completions([token]))
+    monkeypatch.setattr(Engine, "call", whole_answers(Engine.call))
+    assert group.collect_parts() == [0, 2]
+    assert group.take([0, 2]).responses[:, 0].tolist() == [10, 12]
+    assert [[part.token_ids.tolist() for part in group.parts(number)] for number in (1, 3)] == [[[51]], [[53]]]
+    engines[1].failure = DEAD
+    with pytest.raises(EnginesLostError):
+        group.collect_parts()
+    engines[1].parts.clear()
+    group.replace([1])
+    assert engines[1].parts == []
+    group.collect(0.1)
+    assert engines[1].parts == [[53]]
+    assert numbers == [0, 1, 2, 3]
+
+
+def whole_answers(call: Any) -> Any:
+    """Of ``call``, where asking for no sample at least gives all that have ended."""
+
+    def answered(self: Engine, method: str, *arguments: Any, what: str | None = None) -> Call:
+        return call(self, method, *((len(self.ended), 0.0) if method == "collect" else arguments), what=what)
+
+    return answered
+
+
+def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, engines = group_of(2, monkeypatch, deterministic_steps=5)
+    numbers = group.submit(requests(10, 11, 12), OPTIONS)
+    group.begin_steps()
+    assert not group._submitting  # they were waited for, so that the steps begin with them
+    assert group.finish(numbers).result.responses[:, 0].tolist() == [10, 11, 12]
+    assert [engine.told for engine in engines] == [[("begin_steps",), ("require", numbers)]] * 2
+    group.submit(requests(14, 15), OPTIONS)
+    group.replace([1])
+    group.collect(0.1)
+    assert [engine.told[2:] for engine in engines] == [[("begin_steps",)]] * 2  # an update for the new one has stopped all
+
+
+def test_cancelled_requests_are_stopped_and_never_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, engines = group_of(2, monkeypatch)
+    numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
+    group.cancel(numbers[1:3])
+    assert [engine.told for engine in engines] == [[("cancel", [1, 2])]] * 2
+    group.replace([1])
+    group.collect(0.1)
+    assert engines[1].asked[1:] == [[13]]
+
+
+def test_without_a_limit_engines_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, engines = group_of(2, monkeypatch)
+    numbers = group.submit(requests(10, 11, 12), OPTIONS)
+    group.begin_steps()
+    group.replace([1])
+    group.finish(numbers)
+    assert [engine.told for engine in engines] == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """How requests are shared out among engines, and that every sample comes back once, in the order asked for."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from seed_completions import completions
@@ -99,3 +100,28 @@ def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> Non
     work.record({0: ([2], completions([2]))})
     assert work.finished() == [3]
     assert work.take(second).responses.tolist() == [[33]]
+
+
+def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is_not() -> None:
+    work = EngineWork(2)
+    numbers, _ = work.add([GenerationRequest([seed // 2], seed) for seed in range(4)], OPTIONS, awaited=False)
+    work.record({0: ([0], completions([0]))})
+    rows = completions([70, 71, 99])
+    rows.policy_versions = torch.tensor([[4], [4], [4]])
+    work.record_parts({0: ([0, 1, 99], rows), 1: ([], completions([]))})
+    (continued,) = work.unfinished(0)
+    assert continued.request.seed == 1
+    assert [(part.token_ids.tolist(), part.version) for part in continued.request.parts] == [([71], 4)]
+    assert [sample.request.parts for sample in work.unfinished(1)] == [(), ()]
+    assert work.parts(1) == continued.request.parts
+    assert list(work.parts(3)) == []
+    assert numbers == [0, 1, 2, 3]
+
+
+def test_with_fixed_places_a_sample_goes_to_the_same_engine_whatever_the_others_do() -> None:
+    requests = [GenerationRequest([seed // 2], seed) for seed in range(6)]
+    whole, resumed = EngineWork(2, by_seed=True), EngineWork(2, by_seed=True)
+    _, handed = whole.add(requests, OPTIONS, awaited=False)
+    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {0: [0, 2, 4], 1: [1, 3, 5]}
+    _, handed = resumed.add(requests[3:], OPTIONS, awaited=False)
+    assert {engine: [one.request.seed for one in given] for engine, given in handed.items()} == {0: [4], 1: [3, 5]}

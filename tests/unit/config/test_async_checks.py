@@ -3,6 +3,7 @@
 import pytest
 from sound_run import sound_run
 
+from verl_rc.config import async_checks
 from verl_rc.config.async_checks import UNBUILT, contradictions, refuse_unbuilt
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.errors import ConfigError
@@ -82,6 +83,7 @@ MISTAKES: list[Mistake] = [
         f"{S}.order=ready",
     ),
     (f"{AHEAD} {S}.deterministic_steps=5 {S}.order=ready", f"{S}.order=ready was given", "pass order=admitted"),
+    (f"{AHEAD} {S}.deterministic_steps=5 {S}.kv_cache_on_update=keep", "depend on a cache that no checkpoint holds", "drop one"),
     (f"{AHEAD} {S}.deterministic_steps=5 {S}.partial_rollout=False", "deterministic_steps=5 has no effect", "drop one"),
     (f"{AHEAD} {S}.kv_cache_on_update=keep {S}.partial_rollout=False", "kv_cache_on_update=keep has no effect", "drop one"),
     (f"{AHEAD} {S}.max_concurrent_rollouts=300", f"must be at most {ROLLOUT}.max_num_seqs=256", "raise that"),
@@ -129,7 +131,7 @@ def test_a_contradiction_gives_one_sentence(overrides: str, must: str, write: st
     assert "\n" not in message
 
 
-OTHER_VALUES = {"max_concurrent_rollouts": 4, "kv_cache_on_update": "keep", "deterministic_steps": 3, "trace": True}
+OTHER_VALUES = {"max_concurrent_rollouts": 4, "trace": True}
 
 
 @pytest.mark.parametrize("key", UNBUILT)
@@ -142,14 +144,14 @@ def test_what_is_not_built_is_refused_in_one_sentence(key: str) -> None:
     assert str(caught.value) == message
 
 
-def test_a_whole_recipe_is_refused_in_one_sentence() -> None:
-    given = AsyncTrainingConfig(partial_rollout=False, kv_cache_on_update="keep", deterministic_steps=4)
-    (message,) = refuse_unbuilt(given)
-    assert message.startswith(f"{S}.kv_cache_on_update=keep, {S}.deterministic_steps=4 are refused: ")
+def test_a_whole_recipe_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "it is not built; drop it"
+    monkeypatch.setattr(async_checks, "UNBUILT", {"max_concurrent_rollouts": reason, "trace": reason})
+    (message,) = refuse_unbuilt(AsyncTrainingConfig(max_concurrent_rollouts=8, trace=True))
+    assert message == f"{S}.max_concurrent_rollouts=8, {S}.trace=True are refused: {reason}."
 
 
 NOT_AHEAD = [
-    (f"{S}.staleness_threshold=1", "responses that weights change under", f"pass {S}.partial_rollout=False"),
     (f"{WHOLE} {TOOLS}", "multi_turn.enable=True with", "staleness_threshold=0"),
 ]
 
@@ -185,6 +187,8 @@ ACTS: dict[str, tuple[str, str]] = {
     "max_off_policy_strategy": (f"{PARTIAL} {S}.max_off_policy_threshold=2", "drop"),
     "max_token_age": (READY, "2"),
     "group_timeout_seconds": (WHOLE, "9"),
+    "kv_cache_on_update": (PARTIAL, "keep"),
+    "deterministic_steps": (PARTIAL, "9"),
 }
 """A run in which the key acts, and another value of it."""
 
@@ -214,6 +218,13 @@ def test_dropping_is_warned_of_at_the_start() -> None:
 
 def test_a_key_is_built_or_refused() -> None:
     assert set(AsyncTrainingConfig.model_fields) == set(UNBUILT) | set(ACTS)
+
+
+@pytest.mark.parametrize("given", ["order=admitted", "deterministic_steps=7", f"order=admitted {S}.kv_cache_on_update=keep"])
+def test_weights_that_change_under_responses_are_accepted(given: str) -> None:
+    overrides = f"{S}.staleness_threshold=1 {S}.{given} {OWN_DEVICES} {CHOSEN}".split()
+    config = load_run_config([*sound_run(without={one.partition("=")[0] for one in overrides}), *overrides])
+    assert config.async_training.on_update in ("recompute", "keep")
 
 
 @pytest.mark.parametrize("given", ["", "data.train_batch_size=0", "data.train_batch_size=48"])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.groups import Answer, Group, GroupScores, Part, Sample, completions, joined_samples, pack, unpack
+from verl_rc.data.groups import Group, GroupScores, Sample, completions, joined_samples, pack, unpack
+from verl_rc.data.parts import Answer, Part, parts_of
 from verl_rc.rollout.collect import build_rollout_batch
 
 PAD = 0
@@ -109,6 +110,19 @@ def test_a_group_is_scored_when_it_is_whole_sample_by_sample() -> None:
 def test_a_part_that_is_none_is_refused(tokens: torch.Tensor, log_probs: torch.Tensor, version: int) -> None:
     with pytest.raises(ValueError, match="Part"):
         Part(tokens, log_probs, version)
+
+
+def test_tokens_are_parts_as_long_as_their_version_stays_the_same() -> None:
+    tokens, log_probs = torch.arange(6), torch.arange(6, dtype=torch.float32) / -4
+    found = parts_of(tokens, log_probs, torch.tensor([3, 3, 4, 6, 6, 6]))
+    assert [(one.token_ids.tolist(), one.log_probs.tolist(), one.version) for one in found] == [
+        ([0, 1], [0.0, -0.25], 3),
+        ([2], [-0.5], 4),
+        ([3, 4, 5], [-0.75, -1.0, -1.25], 6),
+    ]
+    assert parts_of(tokens[:0], log_probs[:0], torch.zeros(0, dtype=torch.int64)) == []
+    with pytest.raises(ValueError, match="version >= 0"):
+        parts_of(tokens, log_probs, torch.tensor([3, 3, -1, -1, -1, -1]))
 
 
 def saved(groups: list[Group]) -> tuple[list[Group], int]:

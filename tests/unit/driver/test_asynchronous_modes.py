@@ -451,7 +451,7 @@ def test_greedy_responses_are_sampled_with_their_groups(tmp_path: Path, monkeypa
     monkeypatch.setattr(train, "open_supply", AsynchronousSupply)
     found = run(tmp_path / "groups", REMAX, world=Slow(1))
     assert (found.trained, found.updates) == (expected.trained, expected.updates)
-    of_all_sampled = ("async/", "reward/", "rollout_corr/by_age")
+    of_all_sampled = ("async/", "fully_async/", "training/off_policy/", "reward/", "rollout_corr/by_age")
     for one, two in zip(lines(tmp_path / "groups"), lines(tmp_path / "sync"), strict=True):
         assert {k: v for k, v in one.items() if not k.startswith(of_all_sampled)} == {
             k: v for k, v in two.items() if not k.startswith(of_all_sampled)

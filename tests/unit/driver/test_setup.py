@@ -20,6 +20,30 @@ def test_an_engines_own_arguments_win(tmp_path: Path) -> None:
     assert engine_options(config, "cpu").arguments["block_size"] == 32
 
 
+S = "async_training"
+
+
+@pytest.mark.parametrize(
+    ("given", "on_update", "steps"),
+    [
+        ((), "finish", None),
+        ((f"{S}.staleness_threshold=1", f"{S}.partial_rollout=False"), "finish", None),
+        ((f"{S}.staleness_threshold=1", f"{S}.order=admitted"), "recompute", None),
+        ((f"{S}.staleness_threshold=1", f"{S}.order=admitted", f"{S}.kv_cache_on_update=keep"), "keep", None),
+        ((f"{S}.staleness_threshold=1", f"{S}.deterministic_steps=9"), "recompute", 9),
+    ],
+)
+def test_what_an_engine_does_to_running_responses_at_an_update(
+    given: tuple[str, ...], on_update: str, steps: int | None, tmp_path: Path
+) -> None:
+    """T10, T16: and that tokens are processed before the next version comes."""
+    chosen = "algorithm.rollout_correction.preset=decoupled_token_is"
+    config = small_run_config(tmp_path, *given, chosen, "actor_rollout_ref.hybrid_engine=False")
+    options = engine_options(config, "cuda")
+    assert (options.on_update, options.deterministic_steps) == (on_update, steps)
+    assert options.arguments.get("async_scheduling") == (None if on_update == "finish" else False)
+
+
 @pytest.mark.parametrize(
     ("asked", "steps", "is_said"), [("null", 14, False), ("14", 14, False), ("9", 9, False), ("15", 14, True)]
 )

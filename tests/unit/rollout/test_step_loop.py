@@ -1,8 +1,10 @@
 """What the thread that owns the sampler does in which order, with a sampler that counts down."""
 
+import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,10 +28,13 @@ class Countdown:
         self.version = 0
         self.broken = False
         self.owner = threading.get_ident()
+        self.versions: dict[str, list[int]] = {}
+        """The version at every token so far, also of samples that were cut."""
 
     def begin(self, key: str, sample: Sample) -> None:
         assert threading.get_ident() == self.owner
-        self.left[key] = self.length[key] = sample.request.max_tokens
+        self.length[key] = sample.request.max_tokens
+        self.left[key] = self.length[key] - len(self.versions.setdefault(key, []))
         self.log.append(("begin", sample.number))
 
     def step(self) -> list[tuple[str, Any]]:
@@ -40,10 +45,35 @@ class Countdown:
             raise ArithmeticError("the step failed")
         self.log.append("step")
         self.left = {key: left - 1 for key, left in self.left.items()}
+        for key in self.left:
+            self.versions[key].append(self.version)
         ended = [key for key, left in self.left.items() if left == 0]
         for key in ended:
             del self.left[key]
-        return [(key, (self.length[key], self.version)) for key in ended]
+        return [(key, self.response(key)) for key in ended]
+
+    def response(self, key: str) -> Any:
+        return self.length[key], self.version
+
+    def cut(self, keys: Sequence[str]) -> None:
+        assert threading.get_ident() == self.owner
+        for key in keys:
+            del self.left[key]
+
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.left.pop(key, None)
+            self.versions.pop(key, None)
+
+    def so_far(self, key: str) -> tuple[int, ...] | None:
+        return tuple(self.versions[key]) if key in self.versions else None
+
+
+class Labelled(Countdown):
+    """A response is the version at each of its tokens."""
+
+    def response(self, key: str) -> Any:
+        return tuple(self.versions.pop(key))
 
 
 def sample(number: int, length: int, ahead: bool = False) -> Sample:
@@ -60,8 +90,8 @@ def steps() -> threading.Semaphore:
 def loops(steps: threading.Semaphore) -> Iterator[Callable[..., StepLoop[Countdown]]]:
     made: list[StepLoop[Countdown]] = []
 
-    def make(capacity: int = 8) -> StepLoop[Countdown]:
-        made.append(StepLoop(partial(Countdown, capacity, steps)))
+    def make(capacity: int = 8, kind: type[Countdown] = Countdown) -> StepLoop[Countdown]:
+        made.append(StepLoop(partial(kind, capacity, steps)))
         return made[-1]
 
     yield make
@@ -156,7 +186,7 @@ def test_a_call_that_wants_it_empty_waits_for_all_before_it_and_holds_back_all_a
         assert not sampler.left
         sampler.version = 1
 
-    publishing = threading.Thread(target=partial(loop.call, publish, when_empty=True))
+    publishing = threading.Thread(target=partial(loop.call, publish, after="all"))
     publishing.start()
     while not loop._commands:  # the publication must come before the samples
         time.sleep(0.001)
@@ -171,14 +201,14 @@ def test_a_call_that_wants_it_empty_waits_for_all_before_it_and_holds_back_all_a
 def test_no_step_is_made_between_the_beginning_and_the_end_of_an_update(loops: Any, steps: threading.Semaphore) -> None:
     loop, box = loops(), []
     steps.release(100)
-    loop.call(lambda _: None, when_empty=True, hold="weights")
+    loop.call(lambda _: None, after="all", hold="weights")
     loop.submit([sample(0, 1)], box)
     loop.call(lambda _: None, hold="memory")
     with pytest.raises(ZeroDivisionError):
         loop.call(lambda _: 1 // 0, release="weights")
     loop.call(lambda _: None, release="memory")
     assert loop.take(box, wait_seconds=0.05) == []
-    loop.call(lambda _: None, when_empty=True)  # what may not begin is not waited for
+    loop.call(lambda _: None, after="all")  # what may not begin is not waited for
     loop.call(lambda _: None, release="weights")
     assert loop.take(box, wait_seconds=PATIENCE) == [(0, (1, 0))]
 
@@ -209,7 +239,7 @@ def test_a_step_that_fails_is_the_error_of_every_call_from_then_on(loops: Any, s
         thread.start()
         return thread
 
-    threads = [wait_for(lambda: loop.take(box)), wait_for(lambda: loop.call(lambda _: None, when_empty=True))]
+    threads = [wait_for(lambda: loop.take(box)), wait_for(lambda: loop.call(lambda _: None, after="all"))]
     time.sleep(0.05)
     steps.release()
     for thread in threads:
@@ -271,3 +301,160 @@ def test_a_thousand_samples_from_many_threads_each_end_once(loops: Any, steps: t
     for thread in threads:
         thread.join()
     assert sorted(ended) == [(number, (1 + number % 7, 0)) for number in range(1000)]
+
+
+def cut_and_publish(loop: StepLoop[Countdown], version: int, **options: Any) -> dict[int, Any]:
+    """A weight update under running samples; returns the responses so far."""
+
+    def publish(sampler: Countdown) -> dict[int, Any]:
+        loop.cut(sampler)
+        sampler.version = version
+        return dict(loop.so_far(sampler))
+
+    return loop.call(publish, **options)
+
+
+def after_steps(loop: StepLoop[Countdown], count: int) -> None:
+    """Let samples without priority be decoded in exactly so many further steps, and wait for the last one."""
+    loop.call(lambda _: loop.limit(count))
+    loop.call(lambda _: None, after="all")
+
+
+def test_an_update_cuts_what_runs_and_loses_nothing(loops: Any, steps: threading.Semaphore) -> None:
+    """T7: 16 under way, 4 wait for room; each is as long as it was to be, with tokens of both versions in order."""
+    loop, box = loops(16, Labelled), []
+    steps.release(1000)
+    loop.call(lambda _: loop.limit(0))
+    loop.submit([sample(number, 4 + number % 5) for number in range(20)], box)
+    after_steps(loop, 3)
+    assert cut_and_publish(loop, 1) == dict.fromkeys(range(16), (0, 0, 0))
+    after_steps(loop, 100)
+    ended = dict(loop.take(box, at_least=20, wait_seconds=PATIENCE))
+    assert ended == {n: (0,) * (3 if n < 16 else 0) + (1,) * (4 + n % 5 - (3 if n < 16 else 0)) for n in range(20)}
+    begun = [item[1] for item in log_of(loop) if item != "step"]
+    assert begun[:32] == [*range(16), *range(16)]  # what was cut goes on in its order, before others begin
+
+
+def test_samples_with_priority_are_not_cut(loops: Any, steps: threading.Semaphore) -> None:
+    loop, training, validation = loops(4, Labelled), [], []
+    steps.release(1)
+    loop.call(lambda _: loop.limit(1))
+    loop.submit([sample(0, 9), sample(1, 9)], training)
+    loop.call(lambda _: None, after="all")
+    loop.submit([sample(0, 4, ahead=True), sample(1, 2, ahead=True)], validation)
+    publishing = threading.Thread(target=partial(cut_and_publish, loop, 1, after="priority"))
+    publishing.start()
+    while not any(command.after == "priority" for command in list(loop._commands)):
+        time.sleep(0.001)
+    steps.release(1000)
+    assert sorted(loop.take(validation, at_least=2, wait_seconds=PATIENCE)) == [(0, (0, 0, 0, 0)), (1, (0, 0))]
+    publishing.join(PATIENCE)
+    after_steps(loop, 100)
+    expected = (0,) * 5 + (1,) * 4  # one step by themselves, four beside the others
+    assert loop.take(training, at_least=2, wait_seconds=PATIENCE) == [(0, expected), (1, expected)]
+
+
+def test_a_sample_that_ends_before_an_update_is_not_among_those_it_cuts(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box = loops(4, Labelled), []
+    steps.release(1000)
+    loop.call(lambda _: loop.limit(0))
+    loop.submit([sample(0, 2), sample(1, 3)], box)
+    after_steps(loop, 2)
+    assert cut_and_publish(loop, 1) == {1: (0, 0)}
+    after_steps(loop, 2)
+    assert loop.take(box, at_least=2, wait_seconds=PATIENCE) == [(0, (0, 0)), (1, (0, 0, 1))]
+
+
+def test_two_hundred_updates_under_load_interrupt_nothing(loops: Any, steps: threading.Semaphore) -> None:
+    """T25: versions only rise within a response, every token is there, and nothing comes twice."""
+    loop, box = loops(16, Labelled), []
+    steps.release(1_000_000)
+    loop.call(lambda _: loop.limit(0))
+    loop.submit([sample(number, 150 + number % 37) for number in range(64)], box)
+    for version in range(1, 201):
+        after_steps(loop, 1 + version % 3)
+        cut_and_publish(loop, version)
+    loop.call(lambda _: loop.limit(10_000))
+    ended = loop.take(box, at_least=64, wait_seconds=PATIENCE)
+    assert sorted(number for number, _ in ended) == list(range(64))
+    for number, versions in ended:
+        assert len(versions) == 150 + number % 37
+        assert list(versions) == sorted(versions)
+        assert max(Counter(versions[:-1]).values()) <= 3 or versions[-1] == 200
+    assert {version for _, versions in ended for version in versions} == set(range(201))
+
+
+def test_steps_are_limited_and_what_is_required_is_sampled_to_its_end(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box = loops(8, Labelled), []
+    steps.release(1000)
+    loop.call(lambda _: loop.limit(3))
+    loop.submit([sample(number, 2 + 3 * number) for number in range(4)], box)  # 2, 5, 8, 11 tokens
+    assert loop.call(lambda sampler: sampler.log.count("step"), after="all") == 3  # waits for the steps, not for the samples
+    assert loop.take(box, wait_seconds=PATIENCE) == [(0, (0, 0))]
+    loop.call(lambda _: loop.require([0, 2]))  # 0 has ended
+    assert [number for number, _ in loop.take(box, at_least=2, wait_seconds=PATIENCE)] == [1, 2]
+    assert loop.call(lambda sampler: sampler.log.count("step"), after="all") == 8
+    assert cut_and_publish(loop, 1, after="all") == {3: (0,) * 8}
+    assert loop.take(box, wait_seconds=0.02) == []
+    after_steps(loop, 2)
+    assert loop.call(lambda sampler: sampler.versions["3"]) == [0] * 8 + [1] * 2
+    assert log_of(loop).count("step") == 10
+
+
+def test_samples_with_priority_are_sampled_beyond_the_limit_and_by_themselves(loops: Any, steps: threading.Semaphore) -> None:
+    loop, training, validation = loops(8, Labelled), [], []
+    steps.release(1000)
+    loop.call(lambda _: loop.limit(0))
+    loop.submit([sample(0, 3)], training)
+    loop.submit([sample(0, 5, ahead=True)], validation)
+    assert loop.take(validation, wait_seconds=PATIENCE) == [(0, (0,) * 5)]
+    assert [item for item in log_of(loop) if item != "step"] == [("begin", 0)]
+    after_steps(loop, 3)
+    assert loop.take(training, wait_seconds=PATIENCE) == [(0, (0, 0, 0))]
+    assert log_of(loop).count("step") == 8
+
+
+def limited_run(loop: StepLoop[Countdown], wait: Callable[[], None]) -> list[Any]:
+    """Five versions of seven steps each; ``wait`` passes time between commands. Returns what was cut, and what ended, of each."""
+    box: Box = []
+    found = []
+    loop.call(lambda _: loop.limit(0))
+    for version in range(5):
+        cut = cut_and_publish(loop, version, after="all")
+        wait()
+        loop.submit([sample(3 * version + place, 4 + 5 * place + version) for place in range(3)], box)
+        loop.call(lambda _: loop.limit(7))
+        wait()
+        loop.call(lambda _, first=3 * version: loop.require([first, first + 1]))
+        wait()
+        loop.call(lambda _: loop.limit(0), after="all")
+        found.append((cut, sorted(loop.take(box, at_least=0))))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_limit_of_steps_it_does_not_matter_when_commands_come(
+    loops: Any, steps: threading.Semaphore, seed: int
+) -> None:
+    steps.release(100_000)
+    moments = random.Random(seed)
+    found = limited_run(loops(4, Labelled), lambda: time.sleep(moments.random() / 200))
+    assert found == limited_run(loops(4, Labelled), lambda: None)
+    assert any(len(set(versions)) > 1 for _, ended in found for _, versions in ended)
+
+
+def test_what_is_cancelled_is_sampled_no_further_and_frees_its_place(loops: Any, steps: threading.Semaphore) -> None:
+    loop, box, validation = loops(3, Labelled), [], []
+    steps.release(1000)
+    loop.call(lambda _: loop.limit(0))
+    loop.submit([sample(number, 3 + 10 * (number == 1)) for number in range(6)], box)
+    after_steps(loop, 1)
+    cut_and_publish(loop, 1)
+    after_steps(loop, 1)
+    loop.submit([sample(1, 2, ahead=True)], validation)  # of another caller, with a number of its own
+    loop.call(lambda sampler: loop.cancel(sampler, [1, 2, 4, 99]))  # 0, 1, 2 run, 3, 4, 5 wait
+    after_steps(loop, 10)
+    assert sorted(loop.take(box, at_least=3, wait_seconds=PATIENCE)) == [(0, (0, 1, 1)), (3, (1,) * 3), (5, (1,) * 3)]
+    assert loop.take(validation, wait_seconds=PATIENCE) == [(1, (1, 1))]
+    assert not loop.call(lambda sampler: sampler.left or sampler.versions)
+    assert not loop._waiting

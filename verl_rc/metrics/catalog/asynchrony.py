@@ -1,8 +1,8 @@
 """Generation ahead of training: ages, what is under way, and who waits for whom. A synchronous run reports none of them."""
 
-from verl_rc.metrics.catalog.spec import MetricSpec
+from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
-ASYNCHRONY = tuple(
+_OF_DRIVER = tuple(
     MetricSpec(name, unit, formula, healthy, "driver")
     for name, unit, formula, healthy in (
         ("trainer/idle_ratio", "1", "timing_s/gen / timing_s/step: the trainers wait for samples", None),
@@ -18,4 +18,14 @@ ASYNCHRONY = tuple(
         ("async/length_ratio", "1", "mean tokens of a trained group / of a sampled one, over the run so far", None),
     )
 )
+_VERSIONS = (
+    *spread("training/off_policy/trajectory_spans", "1", "responses of newest - oldest version of their tokens + 1", "ppo"),
+    *spread("training/off_policy/trajectory_staleness", "steps", "responses of (step - 1) - newest version", "ppo"),
+    *spread("training/off_policy/trajectory_staleness_worst", "steps", "responses of (step - 1) - oldest version", "ppo"),
+    MetricSpec("fully_async/partial/total_partial_num", "1", "responses with tokens of more than one version", emitted_by="ppo"),
+    MetricSpec("fully_async/partial/partial_ratio", "1", "share of such responses", emitted_by="ppo"),
+    MetricSpec("fully_async/partial/max_partial_span", "steps", "largest such newest - oldest version", emitted_by="ppo"),
+)
+
+ASYNCHRONY = (*_OF_DRIVER, *_VERSIONS)
 """Metrics of asynchronous runs."""

@@ -35,7 +35,7 @@ from verl_rc.driver.weights import judge_canary, publish
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
-from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
+from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
 from verl_rc.ppo.objective import policy_objective, value_objective
 from verl_rc.ppo.train_batch import _rewards
 from verl_rc.rewards.sample import RewardOutput
@@ -472,6 +472,22 @@ def a_batch_that_was_sampled_ahead():
 def groups_that_left_untrained():
     found = _decided_metrics(_StepTotals(tokens=Counter(stale=12), groups=Counter(failed=1, stale=2), waited_for_oldest=1.5))
     return found, {"async/failed_groups": 1, "async/dropped_tokens": 12, "async/wait_for_oldest_s": 1.5}
+
+
+@example
+def responses_of_several_versions():
+    """The trainer holds version 5. Tokens of versions 3, 3, 5 and of version 4, and of one that is no response token."""
+    versions, mask = torch.tensor([[3, 3, 5], [4, 4, -1]]), torch.tensor([[True, True, True], [True, True, False]])
+    found = version_metrics(versions, mask, current=5)
+    spread = {
+        "spans": {"mean": (3 + 1) / 2, "max": 3, "min": 1},
+        "staleness": {"mean": (0 + 1) / 2, "max": 1, "min": 0},
+        "staleness_worst": {"mean": (2 + 1) / 2, "max": 2, "min": 1},
+    }
+    expected = under("fully_async/partial/", {"total_partial_num": 1, "partial_ratio": 1 / 2, "max_partial_span": 2})
+    for name, numbers in spread.items():
+        expected |= under(f"training/off_policy/trajectory_{name}/", numbers)
+    return found, expected
 
 
 @example

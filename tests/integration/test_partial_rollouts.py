@@ -1,0 +1,78 @@
+"""Real runs in which weights change under running responses: versions, metrics, and kill -9, to the last bit."""
+
+from pathlib import Path
+
+import pytest
+from compared_runs import committed, differences, prompts_in_order
+from real_runs import left_over_processes, metrics_of, of_folder, train
+
+from verl_rc.metrics import check_names
+
+PARTIAL = [
+    "algorithm.rollout_correction.preset=decoupled_token_is",
+    "async_training.staleness_threshold=2",
+    "async_training.partial_rollout=True",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.actor.checkpoint.async_save=False",
+    "actor_rollout_ref.rollout.sync_proof.canary_freq=1",
+    "actor_rollout_ref.rollout.max_num_seqs=32",
+    "trainer.save_freq=1",
+]
+DETERMINISTIC = [*PARTIAL, "async_training.deterministic_steps=5"]
+
+
+@pytest.fixture(scope="module")
+def whole_partial(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of four steps with five engine steps for each version.
+
+    Two of three batches have room in the engine: those of the last two steps begin with version 1 and end with version 2.
+    """
+    folder = tmp_path_factory.mktemp("partial")
+    result = train([*overrides, *DETERMINISTIC, *of_folder(folder)])
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert not left_over_processes()
+    return folder
+
+
+@pytest.mark.slow
+def test_responses_have_several_versions_and_canaries_prove_each(whole_partial: Path) -> None:
+    metrics = metrics_of(whole_partial)
+    check_names({name for line in metrics.values() for name in line} - {"step"})
+    assert [metrics[step]["async/group_age/max"] for step in (1, 2, 3, 4)] == [0, 1, 1, 2]
+    assert [metrics[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3, 4)] == [1, 1, 2, 2]
+    assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3, 4))
+    assert all(metrics[step]["sync/canary_max_gap"] < 1e-4 for step in range(5))
+    assert [step for step in metrics if "val-core/digits/acc/mean@1" in metrics[step]] == [0, 2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [
+        ("driver", ("verl_rc.driver.stages:update_actor", "3", "0.01")),  # the checkpoint of step 2 holds parts of version 1
+        ("driver", ("verl_rc.driver.supply:weights.collect_parts", "2", "before")),
+    ],
+)
+def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
+    overrides: list[str], whole_partial: Path, tmp_path: Path, victim: str, point: tuple[str, str, str]
+) -> None:
+    again = [*overrides, *DETERMINISTIC, *of_folder(tmp_path)]
+    assert train(again, victim, "SIGKILL", *point).returncode != 0
+    assert committed(tmp_path)[-1] == int(point[1]) - 1
+    result = train(again)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert not differences(whole_partial, tmp_path, 4)
+    assert prompts_in_order(tmp_path, 4) == prompts_in_order(whole_partial, 4)
+    assert len(set(prompts_in_order(tmp_path, 4))) == 16
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_loses_no_sample(overrides: list[str], tmp_path: Path) -> None:
+    """T7, T8: its responses go on from what the last update brought; every version is one that was published."""
+    point = ("verl_rc.driver.supply:weights.collect_parts", "2", "before")
+    result = train([*overrides, *PARTIAL, *of_folder(tmp_path)], "engine", "SIGKILL", *point)
+    assert result.returncode == 0, result.stderr[-3000:]
+    metrics = metrics_of(tmp_path)
+    assert sum(line["recovery/engines_replaced"] for line in metrics.values()) == 1
+    assert len(set(prompts_in_order(tmp_path, 4))) == 16
+    assert all(metrics[step]["training/off_policy/trajectory_staleness_worst/min"] >= 0 for step in (1, 2, 3, 4))

@@ -1,0 +1,65 @@
+"""The pieces of a response: what one request sampled under one version of the weights, and what tools answered in between."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that one request sampled under one version of the weights."""
+
+    token_ids: Tensor
+    """int32 ``[T]``, at least one."""
+    log_probs: Tensor
+    """float32 ``[T]``: of each token under the distribution it was sampled from, nats."""
+    version: int
+    """Training steps done when those weights were published."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` naming what does not fit."""
+        _check_tokens("Part.token_ids", self.token_ids, torch.int32)
+        _check_tokens("Part.log_probs", self.log_probs, torch.float32)
+        if len(self.token_ids) != len(self.log_probs) or self.version < 0:
+            raise ValueError(
+                f"a Part must have a log-prob for every token and a version >= 0, got {len(self.token_ids)} tokens, "
+                f"{len(self.log_probs)} log-probs and version {self.version}."
+            )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens that tools said between two turns of the policy."""
+
+    token_ids: Tensor
+    """int32 ``[T]``, at least one."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` naming what does not fit."""
+        _check_tokens("Answer.token_ids", self.token_ids, torch.int32)
+
+
+def parts_of(token_ids: Tensor, log_probs: Tensor, versions: Tensor) -> list[Part]:
+    """Sampled tokens as parts, each as long as the version stays the same.
+
+    Args:
+        token_ids: Integers ``[T]``.
+        log_probs: float32 ``[T]``, of each token, nats.
+        versions: int64 ``[T]``, of the weights that sampled each token.
+
+    Raises:
+        ValueError: A version is negative, which means that none is known.
+    """
+    ends = [*((versions[1:] != versions[:-1]).nonzero()[:, 0] + 1).tolist(), len(versions)]
+    starts = [0, *ends[:-1]]
+    return [
+        Part(token_ids[start:end].to(torch.int32), log_probs[start:end].clone(), int(versions[start]))
+        for start, end in zip(starts, ends, strict=True)
+        if end > start
+    ]
+
+
+def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    if values.dtype != dtype or values.ndim != 1 or not len(values):
+        raise ValueError(f"{name} must be {dtype} of shape ['T'] with T >= 1, got {values.dtype} of shape {list(values.shape)}.")

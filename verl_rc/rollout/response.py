@@ -1,0 +1,97 @@
+"""A response while it grows, request by request, and the proof of which weights sampled each of its tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl_rc.rollout.sampling import GenerationRequest
+
+UNKNOWN = -1
+"""The version of weights that no update brought. vLLM calls it "default"."""
+
+
+class Output(Protocol):
+    """What vLLM says of a request that has ended or was cut (``CompletionOutput``)."""
+
+    token_ids: Sequence[int]
+    logprobs: Any
+    """``FlatLogprobs``, or None."""
+    weight_versions: Any
+    """Spans of tokens, each with the label of the weights that sampled it; or None."""
+    finish_reason: str | None
+
+
+@dataclass
+class Response:
+    """A response while it grows; a new vLLM request continues it after every cut."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """Of each token under the distribution it was sampled from, nats."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that sampled each token."""
+    stopped: bool = False
+    """A stop token ended it."""
+
+    @classmethod
+    def from_parts(cls, request: GenerationRequest) -> "Response":
+        """What there is of the response when it is requested."""
+        response = cls()
+        for part in request.parts:
+            response.token_ids += part.token_ids.tolist()
+            response.log_probs += part.log_probs.tolist()
+            response.versions += [part.version] * len(part.token_ids)
+        return response
+
+    def with_output(self, output: Output, held: tuple[int, int], row: int) -> "Response":
+        """Followed by what one vLLM request sampled.
+
+        ``held``: versions of the weights that the engine held when the request began and at its end.
+        Raises ``ValueError`` naming ``row`` when a token has no log-prob, and ``RuntimeError`` when vLLM says that other weights
+        sampled it.
+        """
+        spans = output.weight_versions or ()
+        # Before the first update vLLM's version is the word "default".
+        versions = [int(span.version) if span.version.isdigit() else UNKNOWN for span in spans]
+        first, last = held
+        known = versions == sorted(set(versions)) and versions[:1] >= [first] and versions[-1:] == [last]
+        if output.token_ids and not known:
+            raise RuntimeError(
+                f"the tokens of request {row} must come from versions {first} to {last} of the weights, which the engine held, "
+                f"the last from {last}, but vLLM says that they come from {versions}: an update or its version went astray."
+            )
+        labels = [label for label, span in zip(versions, spans, strict=True) for _ in range(span.start, span.end)]
+        return Response(
+            [*self.token_ids, *output.token_ids],
+            [*self.log_probs, *sampled_log_probs(output, row)],
+            [*self.versions, *labels],
+            output.finish_reason == "stop",  # "length" is the other reason: the response is cut off
+        )
+
+
+@dataclass
+class Ended:
+    """A response and the last vLLM request that continued it."""
+
+    response: Response
+    """All but the tokens of ``output``."""
+    output: Output
+    held: tuple[int, int]
+    """Versions of the weights when that request began and at its end."""
+
+    def whole(self, row: int) -> Response:
+        """The response with the tokens of its last request. Raises like ``Response.with_output``."""
+        return self.response.with_output(self.output, self.held, row)
+
+
+def sampled_log_probs(output: Output, row: int) -> list[float]:
+    """The log-prob of every sampled token, in nats; ``ValueError`` when one is missing or belongs to another token."""
+    flat = output.logprobs
+    count = len(output.token_ids)
+    if flat is None or len(flat) != count:
+        found = "none" if flat is None else str(len(flat))
+        raise ValueError(f"every one of the {count} tokens of request {row} needs a log-prob, the engine returned {found}.")
+    first = flat.start_indices
+    if [flat.token_ids[start] for start in first] != list(output.token_ids):
+        raise ValueError(f"the log-probs of request {row} must belong to its sampled tokens, the engine returned others.")
+    return [flat.logprobs[start] for start in first]

@@ -1,0 +1,122 @@
+"""vLLM as the step loop sees it: a sampler that is stepped by hand."""
+
+from collections.abc import Sequence
+
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
+
+from verl_rc.rollout import engine_worker
+from verl_rc.rollout.process_cleanup import unlink_shared_memory
+from verl_rc.rollout.response import UNKNOWN, Ended, Response
+from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions, part_seed
+from verl_rc.rollout.step_loop import Sample
+from verl_rc.weight_sync import receiver
+
+
+class VllmSampler:
+    """vLLM as the step loop sees it."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Build vLLM; weights come with the first update."""
+        self.version = UNKNOWN
+        """Of the weights that the engine holds."""
+        self._keeps_cache = options.on_update == "keep"
+        self._responses: dict[str, Response] = {}
+        """Responses that have begun and not ended, without the tokens of the requests in vLLM."""
+        self._requests: dict[str, tuple[str, int]] = {}
+        """vLLM's own names of the requests in it, and the version of the weights when each began."""
+        self.llm = LLM(
+            model=options.model_path,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            # vLLM's default is raw_logprobs, from before temperature, top-k and top-p. A ratio needs the
+            # probability under the distribution that was sampled from.
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            weight_transfer_config=WeightTransferConfig(backend=receiver.BACKEND_NAME),
+            # A name, not the class: with tensor parallelism vLLM imports it in processes of its own.
+            worker_extension_cls=f"{engine_worker.__name__}.{engine_worker.EngineWorkerExtension.__name__}",
+            **options.arguments,
+        )
+        # Once the constructor returns, all processes of the engine have mapped what they share.
+        self.llm.collective_rpc("unlink_shared_memory")
+        unlink_shared_memory()
+        # vLLM would queue further requests itself, where a later one with priority could not overtake them.
+        self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+
+    def begin(self, key: str, sample: Sample) -> None:
+        """Queue a sample; raises ``ValueError`` when it does not fit the model's length."""
+        request = sample.request
+        response = self._responses.setdefault(key, Response.from_parts(request))
+        # With another salt a prompt does not find the blocks that older weights computed.
+        salt = str(self.version) if self._keeps_cache else None
+        prompt = tokens_input([*request.prompt_token_ids, *response.token_ids], cache_salt=salt)
+        parameters = sampling_parameters(request, sample.options, len(response.token_ids))
+        self._requests[key] = self.llm.llm_engine.add_request(key, prompt, parameters), self.version
+
+    def step(self) -> list[tuple[str, Ended]]:
+        """See ``Sampler``."""
+        ended = []
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                key = output.request_id
+                _, version = self._requests.pop(key)
+                ended.append((key, Ended(self._responses.pop(key), output.outputs[0], (version, self.version))))
+        return ended
+
+    def cut(self, keys: Sequence[str]) -> None:
+        """See ``Sampler``. Raises like ``Response.with_output``."""
+        self._responses |= {key: self._response_now(key) for key in keys}
+        self.llm.llm_engine.abort_request(list(keys))
+        for key in keys:
+            del self._requests[key]
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """See ``Sampler``."""
+        self.llm.llm_engine.abort_request([key for key in keys if key in self._requests])
+        for key in keys:
+            self._requests.pop(key, None)
+            self._responses.pop(key, None)
+
+    def so_far(self, key: str) -> Response | None:
+        """See ``Sampler``. Raises like ``Response.with_output``."""
+        return self._response_now(key) if key in self._requests else self._responses.get(key)
+
+    def _response_now(self, key: str) -> Response:
+        """With the tokens of the request that is in vLLM."""
+        # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has no queue.
+        name, version = self._requests[key]
+        state = self.llm.llm_engine.output_processor.request_states[name]
+        output = state.make_request_output([], None, FinishReason.ABORT, None)
+        assert output is not None
+        return self._responses[key].with_output(output.outputs[0], (version, self.version), int(key))
+
+    def finish_update(self, version: int) -> None:
+        """End a weight update as ``version``."""
+        self.llm.finish_weight_update(str(version))
+        self.version = version
+
+
+def sampling_parameters(request: GenerationRequest, options: SamplingOptions, offset: int = 0) -> SamplingParams:
+    """Sampling parameters of the part of a response that begins at token ``offset``: token ids and log-probs without text,
+    returned at its end."""
+    return SamplingParams(
+        seed=part_seed(request.seed, offset),
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=(options.max_tokens if request.max_tokens is None else request.max_tokens) - offset,
+        # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
+        stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
+        ignore_eos=options.ignore_eos,
+        # 0 is the sampled token alone; 1 would add the most likely one. Flat: lists of numbers, where the
+        # default builds a dict and an object for each token, which the garbage collector has to walk.
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        # The default returns every running request at every step.
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
