@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.rollout.conversation import Conversations
 from verl_rc.rollout.engine import RolloutEngine
+from verl_rc.rollout.open_responses import OpenResponses
 from verl_rc.rollout.response import Ended
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.tool_calls import ToolCall
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.workers.actor_correction import ActorCorrection
@@ -33,6 +37,16 @@ class FaultyEngine(RolloutEngine):
 
     def plant(self, fault: str | None) -> None:
         self.fault = fault
+
+    def converse(self, config: MultiTurnConfig | None) -> None:
+        """Take every turn for a call of a tool, because an untrained model writes none; None: no tools again."""
+        options, conversations = None, None
+        if config is not None:
+            options = ConversationOptions(config, self._options.model_path, False, {})
+            conversations = Conversations.open(options)
+            conversations._parse = lambda text: [ToolCall("calculator", {"expression": f"{len(text)}+1"})]
+        self._options = replace(self._options, conversation=options)
+        self._loop.call(lambda sampler: setattr(sampler, "_open", OpenResponses(conversations)))
 
     def count_cache_resets(self) -> int:
         return self.cache_resets

@@ -240,7 +240,6 @@ def live(
         critic=None,
         reference=Reference(),
         engines=world,
-        agent_loop=None,
         transport=world,
         checkpoints=CheckpointStore(folder, None),
         manifest=SimpleNamespace(num_bytes=1, tensors=()),

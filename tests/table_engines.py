@@ -91,7 +91,6 @@ def make_run(*overrides: str) -> Any:
         prompts=Prompts(),
         scorer=Scorer(),
         engines=engines,
-        agent_loop=None,
     )
 
 

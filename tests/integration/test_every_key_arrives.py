@@ -34,7 +34,7 @@ SHOWN_ELSEWHERE = {
     "actor_rollout_ref.model.exclude_modules",
     "tests/unit/ppo/test_objective.py": "actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type",
     "tests/unit/driver/test_weights.py": "actor_rollout_ref.rollout.max_engine_replacements",
-    "tests/unit/rollout/test_agent_loop.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns {TURNS}.max_user_turns "
+    "tests/unit/rollout/test_conversation.py": f"{TURNS}.tools {TURNS}.format {TURNS}.max_assistant_turns {TURNS}.max_user_turns "
     f"{TURNS}.max_parallel_calls {TURNS}.max_tool_response_length {TURNS}.tool_timeout_seconds "
     f"{TURNS}.tool_response_truncate_side",
     "tests/unit/workers/test_reward_model_worker.py": f"{JUDGE}.dtype {JUDGE}.micro_batch_size_per_gpu {JUDGE}.max_length "

@@ -18,7 +18,7 @@ from verl_rc.cluster.remote import (
     wait_for_all,
 )
 from verl_rc.data.batches import Completions, Timed
-from verl_rc.data.parts import Part
+from verl_rc.data.parts import Answer, Part
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest
@@ -220,7 +220,7 @@ class EngineGroup:
         self._record(ended, self._work.record, on_loss)
         return self._work.finished()
 
-    def parts(self, number: int) -> Sequence[Part]:
+    def parts(self, number: int) -> Sequence[Part | Answer]:
         """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with."""
         return self._work.parts(number)
 

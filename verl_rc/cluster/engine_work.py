@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import count, groupby
 
 from verl_rc.data.batches import Completions
-from verl_rc.data.parts import Part, parts_of
+from verl_rc.data.parts import Answer, Part, row_parts
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 
@@ -97,12 +97,12 @@ class EngineWork:
             mine = self._unfinished[engine]
             for row, number in enumerate(numbers):
                 if number in mine:
-                    length = int(completions.response_lengths[row])
-                    columns = (completions.responses, completions.rollout_log_probs, completions.policy_versions)
-                    parts = parts_of(*(column[row, :length] for column in columns))
-                    mine[number] = replace(mine[number], request=replace(mine[number].request, parts=parts))
+                    request = replace(mine[number].request, parts=row_parts(completions, row))
+                    if completions.tool_calls is not None:
+                        request = replace(request, tool_calls=int(completions.tool_calls[row]))
+                    mine[number] = replace(mine[number], request=request)
 
-    def parts(self, number: int) -> Sequence[Part]:
+    def parts(self, number: int) -> Sequence[Part | Answer]:
         """What is known of an unfinished sample's response."""
         (sample,) = (mine[number] for mine in self._unfinished if number in mine)
         return sample.request.parts

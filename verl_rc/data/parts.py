@@ -5,6 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_rc.data.batches import Completions
+
+_NO_VERSION = -2
+"""Of tokens that no policy sampled; -1 is a version that is not known."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -40,24 +45,38 @@ class Answer:
         _check_tokens("Answer.token_ids", self.token_ids, torch.int32)
 
 
-def parts_of(token_ids: Tensor, log_probs: Tensor, versions: Tensor) -> list[Part]:
-    """Sampled tokens as parts, each as long as the version stays the same.
+def parts_of(
+    token_ids: Tensor, log_probs: Tensor, versions: Tensor, sampled: Tensor | None = None
+) -> "list[Part | Answer]":
+    """A response as parts, each as long as the version stays the same, and the answers of tools between them.
 
     Args:
         token_ids: Integers ``[T]``.
         log_probs: float32 ``[T]``, of each token, nats.
         versions: int64 ``[T]``, of the weights that sampled each token.
+        sampled: bool ``[T]``; False at tokens of tools' answers. None: the policy sampled all.
 
     Raises:
-        ValueError: A version is negative, which means that none is known.
+        ValueError: The version of a sampled token is negative, which means that none is known.
     """
-    ends = [*((versions[1:] != versions[:-1]).nonzero()[:, 0] + 1).tolist(), len(versions)]
-    starts = [0, *ends[:-1]]
-    return [
-        Part(token_ids[start:end].to(torch.int32), log_probs[start:end].clone(), int(versions[start]))
-        for start, end in zip(starts, ends, strict=True)
-        if end > start
-    ]
+    kinds = versions if sampled is None else torch.where(sampled, versions, _NO_VERSION)
+    ends = [*((kinds[1:] != kinds[:-1]).nonzero()[:, 0] + 1).tolist(), len(kinds)]
+    parts: list[Part | Answer] = []
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        tokens = token_ids[start:end].to(torch.int32)
+        if end > start and int(kinds[start]) == _NO_VERSION:
+            parts.append(Answer(tokens))
+        elif end > start:
+            parts.append(Part(tokens, log_probs[start:end].clone(), int(kinds[start])))
+    return parts
+
+
+def row_parts(completions: Completions, row: int) -> "list[Part | Answer]":
+    """``parts_of`` a row of what an engine returned."""
+    span = slice(int(completions.response_lengths[row]))
+    columns = (completions.responses, completions.rollout_log_probs, completions.policy_versions)
+    mask = completions.response_mask
+    return parts_of(*(column[row, span] for column in columns), None if mask is None else mask[row, span])
 
 
 def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:

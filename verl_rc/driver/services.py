@@ -18,7 +18,6 @@ from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.driver.announce import say
 from verl_rc.driver.scoring import ResponseScorer
 from verl_rc.metrics.sinks import Tracker
-from verl_rc.rollout.agent_loop import AgentLoop
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.proof import GapLimit
 
@@ -96,8 +95,6 @@ class Services:
     reference: ReferenceGroup | None
     """None: nothing compares with it, or it is the actor without its LoRA adapters."""
     engines: EngineGroup
-    agent_loop: AgentLoop | None
-    """The conversation in which the policy calls tools between its turns; None: there are no tools."""
     placement: Placement
     """Numbers of processes, and threads of each."""
     transport: WeightTransport

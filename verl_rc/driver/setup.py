@@ -42,8 +42,8 @@ from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.report.explain import add_to_plan, plan_text, write_plan
 from verl_rc.report.preflight_machine import refuse_too_little_memory
-from verl_rc.rollout.agent_loop import AgentLoop, template_arguments
-from verl_rc.rollout.sampling import EngineOptions
+from verl_rc.rollout.conversation import Conversations, template_arguments
+from verl_rc.rollout.sampling import ConversationOptions, EngineOptions
 from verl_rc.weight_sync.proof import GapLimit, engine_precision
 from verl_rc.workers.host import usable_cores
 
@@ -73,7 +73,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
         )
         with announced("data and tokenizer"), _mistakes_are_the_users():
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-            data, agent_loop = _with_tools(config, tokenizer)
+            data = _with_tools(config, tokenizer)
             loader = build_train_loader(data, tokenizer, config.trainer.seed)
             validation_rows = build_validation_rows(data, tokenizer, config.trainer.seed)
             prompts = PromptStream(loader)
@@ -121,7 +121,6 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
             critic=critic,
             reference=reference,
             engines=engines,
-            agent_loop=agent_loop,
             placement=placement,
             transport=transport,
             checkpoints=store,
@@ -159,14 +158,17 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
     say("validation: %s", describe_lengths(lengths, len(lengths), limit))
 
 
-def _with_tools(config: RunConfig, tokenizer: Any) -> tuple[DataConfig, AgentLoop | None]:
-    """How prompts are rendered, and the agent loop: with ``multi_turn`` prompts may describe tools, which the loop calls."""
+def _with_tools(config: RunConfig, tokenizer: Any) -> DataConfig:
+    """How prompts are rendered: with ``multi_turn`` they may describe tools.
+
+    Raises ``ValueError`` when engines could not hold conversations with the tools.
+    """
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     if not multi_turn.enable:
-        return config.data, None
+        return config.data
     arguments = template_arguments(multi_turn, config.data.apply_chat_template_kwargs)
-    data = config.data.model_copy(update={"apply_chat_template_kwargs": arguments})
-    return data, AgentLoop(tokenizer, multi_turn, arguments)
+    Conversations(tokenizer, multi_turn, arguments)
+    return config.data.model_copy(update={"apply_chat_template_kwargs": arguments})
 
 
 def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
@@ -260,6 +262,16 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
         arguments=arguments,
         on_update=on_update,
         deterministic_steps=config.async_training.deterministic_steps,
+        conversation=_conversation_options(config),
+    )
+
+
+def _conversation_options(config: RunConfig) -> ConversationOptions | None:
+    multi_turn, data = config.actor_rollout_ref.rollout.multi_turn, config.data
+    if not multi_turn.enable:
+        return None
+    return ConversationOptions(
+        multi_turn, str(config.actor_rollout_ref.model.path), data.trust_remote_code, data.apply_chat_template_kwargs
     )
 
 

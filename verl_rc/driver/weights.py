@@ -67,14 +67,7 @@ def generate(
 
     Engines that are lost meanwhile are replaced; all get the weights again that they had, with proof.
     """
-    on_loss = _replacing(services, state, version, record)
-
-    def on_engines(requests: Sequence[GenerationRequest], options: SamplingOptions) -> Timed[Completions]:
-        return services.engines.generate(requests, options, on_loss)
-
-    if services.agent_loop is None:
-        return on_engines(requests, options)
-    return services.agent_loop.generate(requests, options, on_engines)
+    return services.engines.generate(requests, options, _replacing(services, state, version, record))
 
 
 def collect(services: Services, state: RunState, wait_seconds: float, version: int, record: StepRecord) -> list[int]:

@@ -189,16 +189,23 @@ class RolloutEngine:
         responses = torch.zeros(rows, width, dtype=torch.int64)
         log_probs = torch.zeros(rows, width)
         versions = torch.full((rows, width), UNKNOWN)
+        sampled = torch.zeros(rows, width, dtype=torch.bool)
         for row, response in enumerate(given):
             count = len(response.token_ids)
             responses[row, :count] = torch.tensor(response.token_ids)
             log_probs[row, :count] = torch.tensor(response.log_probs)
             versions[row, :count] = torch.tensor(response.versions)
+            sampled[row, :count] = torch.tensor(response.sampled)
+        tools = self._options.conversation is not None
         return Completions(
             responses=responses,
             response_lengths=torch.tensor([len(response.token_ids) for response in given], dtype=torch.int64),
             rollout_log_probs=log_probs,
             policy_versions=versions,
             finished=torch.tensor([response.stopped for response in given], dtype=torch.bool),
+            response_mask=sampled if tools else None,
+            # The prompt, the answers of tools, and the policy's turns: one before each answer, and the last one.
+            num_turns=torch.tensor([2 * (1 + response.tool_turns) for response in given], dtype=torch.int64) if tools else None,
+            tool_calls=torch.tensor([response.tool_calls for response in given], dtype=torch.int64) if tools else None,
             batch_size=[rows],
         )

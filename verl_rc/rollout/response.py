@@ -1,10 +1,11 @@
 """A response while it grows, request by request, and the proof of which weights sampled each of its tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from verl_rc.rollout.sampling import GenerationRequest
+from verl_rc.data.parts import Part
+from verl_rc.rollout.sampling import GenerationRequest, part_seed, turn_seed
 
 UNKNOWN = -1
 """The version of weights that no update brought. vLLM calls it "default"."""
@@ -29,19 +30,66 @@ class Response:
     log_probs: list[float] = field(default_factory=list)
     """Of each token under the distribution it was sampled from, nats."""
     versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each token."""
+    """Of the weights that sampled each token; ``UNKNOWN`` for tokens of tool answers."""
+    sampled: list[bool] = field(default_factory=list)
+    """Whether the policy sampled the token; False: a tool answered it."""
     stopped: bool = False
     """A stop token ended it."""
+    tool_turns: int = 0
+    """Answers of tools: one for all calls of a turn."""
+    tool_calls: int = 0
+    """Calls that tools answered."""
 
     @classmethod
     def from_parts(cls, request: GenerationRequest) -> "Response":
         """What there is of the response when it is requested."""
-        response = cls()
+        response = cls(tool_calls=request.tool_calls)
         for part in request.parts:
-            response.token_ids += part.token_ids.tolist()
-            response.log_probs += part.log_probs.tolist()
-            response.versions += [part.version] * len(part.token_ids)
+            token_ids = part.token_ids.tolist()
+            if isinstance(part, Part):
+                response = response._followed_by(token_ids, part.log_probs.tolist(), [part.version] * len(token_ids))
+            else:
+                response = response.with_answer(token_ids)
         return response
+
+    @property
+    def turn_start(self) -> int:
+        """Index of the first token behind the last answer of a tool."""
+        return len(self.sampled) - self.sampled[::-1].index(False) if self.tool_turns else 0
+
+    def ends_with(self, stop_token_ids: Sequence[int]) -> bool:
+        """Whether the policy's last token is one of these."""
+        return bool(self.sampled and self.sampled[-1] and self.token_ids[-1] in stop_token_ids)
+
+    def seed(self, first: int) -> int:
+        """The seed of the next token's request; ``first`` is that of the response's first one.
+
+        So a part is the same whichever engine samples it, and two parts of a response share no random numbers.
+        """
+        return part_seed(turn_seed(first, self.tool_turns), len(self.token_ids) - self.turn_start)
+
+    def with_answer(self, token_ids: Sequence[int]) -> "Response":
+        """Followed by what tools answered. The policy did not sample it, so it has neither log-prob nor version."""
+        count = len(token_ids)
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *token_ids],
+            # Any finite number would do: response_mask leaves these positions out of every sum.
+            log_probs=[*self.log_probs, *[0.0] * count],
+            versions=[*self.versions, *[UNKNOWN] * count],
+            sampled=[*self.sampled, *[False] * count],
+            stopped=False,
+            tool_turns=self.tool_turns + 1,
+        )
+
+    def _followed_by(self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]) -> "Response":
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *token_ids],
+            log_probs=[*self.log_probs, *log_probs],
+            versions=[*self.versions, *versions],
+            sampled=[*self.sampled, *[True] * len(token_ids)],
+        )
 
     def with_output(self, output: Output, held: tuple[int, int], row: int) -> "Response":
         """Followed by what one vLLM request sampled.
@@ -61,12 +109,12 @@ class Response:
                 f"the last from {last}, but vLLM says that they come from {versions}: an update or its version went astray."
             )
         labels = [label for label, span in zip(versions, spans, strict=True) for _ in range(span.start, span.end)]
-        return Response(
-            [*self.token_ids, *output.token_ids],
-            [*self.log_probs, *sampled_log_probs(output, row)],
-            [*self.versions, *labels],
-            output.finish_reason == "stop",  # "length" is the other reason: the response is cut off
-        )
+        response = self._followed_by(output.token_ids, sampled_log_probs(output, row), labels)
+        return replace(response, stopped=output.finish_reason == "stop")  # "length" is the other reason: it is cut off
+
+    def whole(self, row: int) -> "Response":
+        """Itself: nothing is left to be added, as is to an ``Ended`` one."""
+        return self
 
 
 @dataclass

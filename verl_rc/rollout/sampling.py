@@ -5,12 +5,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_rc.config.rollout import RolloutConfig, ValKwargsConfig
-from verl_rc.data.parts import Part
+from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig, ValKwargsConfig
+from verl_rc.data.parts import Answer, Part
 
 OnUpdate = Literal["finish", "recompute", "keep"]
 """What a weight update does to running samples: it waits for their end; or they go on with the new weights, after their tokens
 so far are computed again, or behind the KV cache of the old weights. Samples with priority always end first."""
+
+
+@dataclass(frozen=True)
+class ConversationOptions:
+    """What an engine needs to let samples call tools between their turns."""
+
+    config: MultiTurnConfig
+    tokenizer_path: str
+    trust_remote_code: bool
+    chat_template_kwargs: Mapping[str, Any]
+    """``data.apply_chat_template_kwargs``."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class EngineOptions:
     deterministic_steps: int | None = None
     """Steps that samples without priority are decoded by one version of the weights, see ``RolloutEngine.begin_steps``; None: no
     limit."""
+    conversation: ConversationOptions | None = None
+    """None: samples call no tools."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +76,17 @@ class GenerationRequest:
 
     prompt_token_ids: list[int]
     seed: int
-    """Of the first part; see ``part_seed``."""
+    """Of the first part; see ``Response.seed``."""
     max_tokens: int | None = None
     """Limit of the whole response, tokens; None: that of the sampling options."""
-    parts: Sequence[Part] = ()
+    parts: Sequence[Part | Answer] = ()
     """What there is of the response already: it continues behind these tokens."""
+    tool_calls: int = 0
+    """Calls that tools answered in ``parts``."""
+
+    def limit(self, options: SamplingOptions) -> int:
+        """Longest response, tokens, with those of tool answers."""
+        return options.max_tokens if self.max_tokens is None else self.max_tokens
 
 
 def request_seed(identity: Mapping[str, int]) -> int:
@@ -82,9 +101,11 @@ def request_seed(identity: Mapping[str, int]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def part_seed(first: int, offset: int) -> int:
-    """The seed of the part of a response that begins at token ``offset``; ``first`` is that of the response's first part.
+def turn_seed(first: int, turn: int) -> int:
+    """The seed of the policy's turn ``turn`` in a conversation, from 0; ``first`` is that of the first turn."""
+    return first if turn == 0 else request_seed({"sample": first, "turn": turn})
 
-    So a part is the same whichever engine samples it, and two parts of a response share no random numbers.
-    """
+
+def part_seed(first: int, offset: int) -> int:
+    """The seed of the part of a turn that begins at its token ``offset``; ``first`` is that of the turn's first part."""
     return first if offset == 0 else request_seed({"seed": first, "offset": offset})

@@ -41,11 +41,20 @@ class Sampler(Protocol):
     capacity: int
     """Largest number of samples that run at the same time."""
 
-    def begin(self, key: str, sample: Sample) -> None:
-        """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far."""
+    def begin(self, key: str, sample: Sample) -> "Future[Any] | None":
+        """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far.
+
+        Returns what the sample waits for before it may begin, as ``step`` does; None: it has begun.
+        """
 
     def step(self) -> list[tuple[str, Any]]:
-        """Decode one token of each running sample; returns key and response of those that ended."""
+        """Decode one token of each running sample; returns key and response of those that ended.
+
+        A ``Future`` in the place of a response: the sample leaves the batch until that is done, such as the answer of a tool.
+        """
+
+    def proceed(self, key: str, answer: Any) -> Any:
+        """Take what a sample has waited for; returns its response if it has ended thereby, None if ``begin`` is to follow."""
 
     def cut(self, keys: Sequence[str]) -> None:
         """Take running samples out of the batch; what was sampled of them is kept for ``begin``."""
@@ -100,6 +109,10 @@ class StepLoop(Generic[S]):
         """A heap of samples that wait to begin, ordered by priority (ahead first), number and arrival."""
         self._running: dict[str, _Submitted] = {}
         self._ahead_running = 0
+        self._away: dict[str, _Submitted] = {}
+        """Samples that wait for a tool."""
+        self._back: deque[tuple[str, Future[Any]]] = deque()
+        """Those of them whose answer has come."""
         self._arrivals = count()
         self._holds: set[str] = set()
         self._steps_left: int | None = None
@@ -203,7 +216,7 @@ class StepLoop(Generic[S]):
     def so_far(self, sampler: S) -> Box:
         """Number and response so far of every sample without priority that has begun and not ended."""
         waiting = {str(arrival): submitted for _, _, arrival, submitted in self._waiting}
-        both = {**waiting, **self._running}
+        both = {**waiting, **self._running, **self._away}
         responses = [(submitted.sample, sampler.so_far(key)) for key, submitted in both.items()]
         return [(sample.number, response) for sample, response in responses if response is not None and not sample.ahead]
 
@@ -214,7 +227,7 @@ class StepLoop(Generic[S]):
 
     def require(self, numbers: Collection[int]) -> None:
         """Decode these samples without priority to their end, whatever the limit; all others are decoded beside them."""
-        both = [*self._running.values(), *(submitted for *_, submitted in self._waiting)]
+        both = [*self._running.values(), *self._away.values(), *(submitted for *_, submitted in self._waiting)]
         self._required |= {one.sample.number for one in both if not one.sample.ahead} & set(numbers)
 
     # in the owning thread
@@ -227,9 +240,11 @@ class StepLoop(Generic[S]):
         try:
             sampler = build()
             while self._end is None:
-                if command := self._next_command():
+                command = self._next_command()
+                self._return_to_batch(sampler)
+                if command is not None:
                     self._run_command(command, sampler)
-                elif self._end is None:
+                elif self._end is None and self._may_step():
                     self._begin_waiting(sampler)
                     self._deliver(sampler.step())
         except BaseException as error:
@@ -238,17 +253,22 @@ class StepLoop(Generic[S]):
                 raise
 
     def _next_command(self) -> _Command | None:
-        """Wait for work. Returns the first command if it may run now, None if a step may run."""
+        """Wait for work. Returns the first command if it may run now, None if a step may run or answers have come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._may_run_command() or self._may_step() or self._end is not None)
+            self._changed.wait_for(lambda: self._back or self._may_run_command() or self._may_step() or self._end is not None)
             return self._commands.popleft() if self._may_run_command() else None
 
     def _may_run_command(self) -> bool:
         if not self._commands:
             return False
+        after = self._commands[0].after
         # No call waits for samples that are held: it may be the one that releases them.
-        awaited = {"step": False, "priority": self._may_step() and self._has_priority(), "all": self._may_step()}
-        return not awaited[self._commands[0].after]
+        if after == "step" or self._holds:
+            return True
+        away = [submitted.sample.ahead for submitted in self._away.values()]
+        if after == "priority":
+            return not (any(away) or (self._may_step() and self._has_priority()))
+        return not (away or self._may_step())
 
     def _may_step(self) -> bool:
         if self._holds or not (self._running or self._waiting):
@@ -280,18 +300,49 @@ class StepLoop(Generic[S]):
             heapq.heappop(self._waiting)
             self._running[str(arrival)] = submitted
             self._ahead_running += submitted.sample.ahead
-            sampler.begin(str(arrival), submitted.sample)
+            if answer := sampler.begin(str(arrival), submitted.sample):
+                self._leave_batch(str(arrival), answer)
+
+    def _leave_batch(self, key: str, answer: "Future[Any]") -> None:
+        """Without the sample until ``answer`` has come; others may take its place."""
+        self._away[key] = self._no_longer_runs(key)
+
+        def notify(_: "Future[Any]") -> None:
+            with self._changed:
+                self._back.append((key, answer))
+                self._changed.notify_all()
+
+        answer.add_done_callback(notify)
+
+    def _return_to_batch(self, sampler: S) -> None:
+        """Samples whose answers have come wait to begin again, or end. Raises what was raised instead of an answer."""
+        while self._back:
+            key, answer = self._back.popleft()
+            response = sampler.proceed(key, answer.result())
+            submitted = self._away.pop(key)
+            if response is None:
+                self._wait(int(key), submitted)
+            else:
+                self._put(submitted, response)
+
+    def _no_longer_runs(self, key: str) -> _Submitted:
+        submitted = self._running.pop(key)
+        self._ahead_running -= submitted.sample.ahead
+        return submitted
 
     def _deliver(self, ended: Sequence[tuple[str, Any]]) -> None:
         if self._steps_left and len(self._running) > self._ahead_running:
             self._steps_left -= 1
-        if not ended:
-            return
+        for key, response in ended:
+            if isinstance(response, Future):
+                self._leave_batch(key, response)
+            else:
+                self._put(self._no_longer_runs(key), response)
+
+    def _put(self, submitted: _Submitted, response: Any) -> None:
+        """Into its box: the sample has ended."""
+        if not submitted.sample.ahead:
+            self._required.discard(submitted.sample.number)
         with self._changed:
-            for key, response in ended:
-                submitted = self._running.pop(key)
-                self._ahead_running -= submitted.sample.ahead
-                if not submitted.sample.ahead:
-                    self._required.discard(submitted.sample.number)
-                submitted.box.append((submitted.sample.number, response))
+            submitted.box.append((submitted.sample.number, response))
             self._changed.notify_all()

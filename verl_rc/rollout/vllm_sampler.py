@@ -1,6 +1,7 @@
 """vLLM as the step loop sees it: a sampler that is stepped by hand."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
@@ -9,9 +10,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
 from verl_rc.rollout import engine_worker
+from verl_rc.rollout.conversation import Conversations
+from verl_rc.rollout.open_responses import OpenResponses
 from verl_rc.rollout.process_cleanup import unlink_shared_memory
 from verl_rc.rollout.response import UNKNOWN, Ended, Response
-from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions, part_seed
+from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync import receiver
 
@@ -24,8 +27,8 @@ class VllmSampler:
         self.version = UNKNOWN
         """Of the weights that the engine holds."""
         self._keeps_cache = options.on_update == "keep"
-        self._responses: dict[str, Response] = {}
-        """Responses that have begun and not ended, without the tokens of the requests in vLLM."""
+        self._open = OpenResponses(None if options.conversation is None else Conversations.open(options.conversation))
+        """Without the tokens of the requests in vLLM."""
         self._requests: dict[str, tuple[str, int]] = {}
         """vLLM's own names of the requests in it, and the version of the weights when each began."""
         self.llm = LLM(
@@ -47,29 +50,38 @@ class VllmSampler:
         # vLLM would queue further requests itself, where a later one with priority could not overtake them.
         self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
-    def begin(self, key: str, sample: Sample) -> None:
-        """Queue a sample; raises ``ValueError`` when it does not fit the model's length."""
+    def begin(self, key: str, sample: Sample) -> "Future[list[str]] | None":
+        """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
+        response, answers = self._open.begin(key, sample)
+        if answers is not None:
+            return answers
         request = sample.request
-        response = self._responses.setdefault(key, Response.from_parts(request))
         # With another salt a prompt does not find the blocks that older weights computed.
         salt = str(self.version) if self._keeps_cache else None
         prompt = tokens_input([*request.prompt_token_ids, *response.token_ids], cache_salt=salt)
-        parameters = sampling_parameters(request, sample.options, len(response.token_ids))
+        parameters = sampling_parameters(request, sample.options, response)
         self._requests[key] = self.llm.llm_engine.add_request(key, prompt, parameters), self.version
+        return None
 
-    def step(self) -> list[tuple[str, Ended]]:
+    def step(self) -> "list[tuple[str, Ended | Response | Future[list[str]]]]":
         """See ``Sampler``."""
         ended = []
         for output in self.llm.llm_engine.step():
             if output.finished:
                 key = output.request_id
                 _, version = self._requests.pop(key)
-                ended.append((key, Ended(self._responses.pop(key), output.outputs[0], (version, self.version))))
+                turn = Ended(self._open[key], output.outputs[0], (version, self.version))
+                ended.append((key, self._open.end_turn(key, turn)))
         return ended
+
+    def proceed(self, key: str, answer: Sequence[str]) -> Response | None:
+        """See ``Sampler``: ``answer`` has the tools' answers."""
+        return self._open.proceed(key, answer)
 
     def cut(self, keys: Sequence[str]) -> None:
         """See ``Sampler``. Raises like ``Response.with_output``."""
-        self._responses |= {key: self._response_now(key) for key in keys}
+        for key, response in {key: self._response_now(key) for key in keys}.items():
+            self._open.replace(key, response)
         self.llm.llm_engine.abort_request(list(keys))
         for key in keys:
             del self._requests[key]
@@ -83,7 +95,7 @@ class VllmSampler:
 
     def so_far(self, key: str) -> Response | None:
         """See ``Sampler``. Raises like ``Response.with_output``."""
-        return self._response_now(key) if key in self._requests else self._responses.get(key)
+        return self._response_now(key) if key in self._requests else self._open.get(key)
 
     def _response_now(self, key: str) -> Response:
         """With the tokens of the request that is in vLLM."""
@@ -92,7 +104,7 @@ class VllmSampler:
         state = self.llm.llm_engine.output_processor.request_states[name]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         assert output is not None
-        return self._responses[key].with_output(output.outputs[0], (version, self.version), int(key))
+        return self._open[key].with_output(output.outputs[0], (version, self.version), int(key))
 
     def finish_update(self, version: int) -> None:
         """End a weight update as ``version``."""
@@ -100,15 +112,14 @@ class VllmSampler:
         self.version = version
 
 
-def sampling_parameters(request: GenerationRequest, options: SamplingOptions, offset: int = 0) -> SamplingParams:
-    """Sampling parameters of the part of a response that begins at token ``offset``: token ids and log-probs without text,
-    returned at its end."""
+def sampling_parameters(request: GenerationRequest, options: SamplingOptions, so_far: Response) -> SamplingParams:
+    """Sampling parameters of what follows ``so_far``: token ids and log-probs without text, returned at its end."""
     return SamplingParams(
-        seed=part_seed(request.seed, offset),
+        seed=so_far.seed(request.seed),
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
-        max_tokens=(options.max_tokens if request.max_tokens is None else request.max_tokens) - offset,
+        max_tokens=request.limit(options) - len(so_far.token_ids),
         # vLLM's ignore_eos covers the model's EOS, not the tokens listed here.
         stop_token_ids=[] if options.ignore_eos else list(options.stop_token_ids),
         ignore_eos=options.ignore_eos,

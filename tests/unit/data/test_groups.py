@@ -120,6 +120,14 @@ def test_tokens_are_parts_as_long_as_their_version_stays_the_same() -> None:
         ([2], [-0.5], 4),
         ([3, 4, 5], [-0.75, -1.0, -1.25], 6),
     ]
+    sampled = torch.tensor([True, True, False, False, True, True])
+    with_answer = parts_of(tokens, log_probs, torch.tensor([3, 3, -1, -1, 3, 4]), sampled)
+    assert [(type(one).__name__, one.token_ids.tolist()) for one in with_answer] == [
+        ("Part", [0, 1]),
+        ("Answer", [2, 3]),
+        ("Part", [4]),
+        ("Part", [5]),
+    ]
     assert parts_of(tokens[:0], log_probs[:0], torch.zeros(0, dtype=torch.int64)) == []
     with pytest.raises(ValueError, match="version >= 0"):
         parts_of(tokens, log_probs, torch.tensor([3, 3, -1, -1, -1, -1]))

@@ -76,7 +76,6 @@ def scripted_run(samples, prompts=3, **changes):
         ),
         validation_rows=[prompt_row(index) for index in range(prompts)],
         engines=ScriptedEngines(),
-        agent_loop=None,
         tokenizer=SimpleNamespace(
             pad_token_id=0, batch_decode=lambda rows, skip_special_tokens: [str(row[0]) for row in rows]
         ),

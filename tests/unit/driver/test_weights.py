@@ -74,7 +74,6 @@ def run_on(machine: Machine, limit: int) -> Services:
         ),
         engines=machine,
         transport=machine,
-        agent_loop=None,
         manifest=SimpleNamespace(num_bytes=1, tensors=()),
     )
     return cast(Services, run)

@@ -1,0 +1,300 @@
+"""Conversations with tools on a scripted sampler: which tokens are asked with, kept, masked and counted, and where they end."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from make_tiny_model import CHAT_TEMPLATE
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl_rc.config.rollout import MultiTurnConfig
+from verl_rc.data.parts import Answer, Part
+from verl_rc.rollout.conversation import Conversations, template_arguments
+from verl_rc.rollout.open_responses import OpenResponses
+from verl_rc.rollout.response import Ended, Response
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.step_loop import Box, Sample, StepLoop
+from verl_rc.rollout.tools import Tool, ToolFailedError
+
+END = "<|im_end|>"
+PATIENCE = 10.0
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """The tiny model's, with one merge: the text "12" is one token when it is tokenised, and may be two when it is sampled."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "12"]
+    bpe = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[("1", "2")]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE)
+
+
+def ids(tokenizer: Any, *pieces: str) -> list[int]:
+    """Token ids of pieces, each tokenised by itself."""
+    return [token for piece in pieces for token in tokenizer(piece)["input_ids"]]
+
+
+class Flat(SimpleNamespace):
+    """vLLM's ``FlatLogprobs`` of sampled tokens alone."""
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+
+class ScriptedSampler:
+    """Each step ends a turn of every running conversation, with the next token ids of its script.
+
+    The log-prob of a token is -(turn + 1) / 8 and its version ``10 + turn``. A turn longer than its request allows is cut.
+    """
+
+    capacity = 8
+
+    def __init__(self, scripts: dict[int, list[list[int]]], conversations: Conversations, end: int) -> None:
+        self.scripts, self.end = scripts, end
+        self.calls: list[SimpleNamespace] = []
+        self._open = OpenResponses(conversations)
+        self._running: dict[str, SimpleNamespace] = {}
+
+    def begin(self, key: str, sample: Sample) -> "Future[list[str]] | None":
+        response, answers = self._open.begin(key, sample)
+        if answers is not None:
+            return answers
+        request = sample.request
+        asked = SimpleNamespace(
+            number=sample.number,
+            turn=response.tool_turns,
+            prompt_token_ids=[*request.prompt_token_ids, *response.token_ids],
+            seed=response.seed(request.seed),
+            max_tokens=request.limit(sample.options) - len(response.token_ids),
+        )
+        self.calls.append(asked)
+        self._running[key] = asked
+        return None
+
+    def step(self) -> list[tuple[str, Any]]:
+        ended = []
+        for key, asked in list(self._running.items()):
+            del self._running[key]
+            row = self.scripts[asked.number][asked.turn][: asked.max_tokens]
+            log_probs = Flat(start_indices=range(len(row)), token_ids=row, logprobs=[-(asked.turn + 1) / 8] * len(row))
+            version = 10 + asked.turn
+            span = SimpleNamespace(version=str(version), start=0, end=len(row))
+            reason = "stop" if row[-1] == self.end else "length"
+            output = SimpleNamespace(token_ids=row, logprobs=log_probs, weight_versions=[span], finish_reason=reason)
+            ended.append((key, self._open.end_turn(key, Ended(self._open[key], output, (version, version)))))
+        return ended
+
+    def proceed(self, key: str, answer: Sequence[str]) -> Response | None:
+        return self._open.proceed(key, answer)
+
+    def so_far(self, key: str) -> Response | None:
+        return self._open.get(key)
+
+    def cut(self, keys: Sequence[str]) -> None:
+        raise NotImplementedError
+
+
+def options(max_tokens: int = 60, end: int = 0) -> SamplingOptions:
+    return SamplingOptions(1.0, 1.0, -1, max_tokens, (end,))
+
+
+def talk(
+    tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 60, tools: dict[str, Tool] | None = None, **config: Any
+) -> tuple[ScriptedSampler, "StepLoop[ScriptedSampler]", Box]:
+    """Begin conversations whose prompt is one token, their number."""
+    multi_turn = MultiTurnConfig(enable=True, tools=["calculator"], **{"format": "tag", **config})
+    conversations = Conversations(tokenizer, multi_turn, {})
+    conversations._tools = conversations._tools if tools is None else tools
+    sampler = ScriptedSampler(dict(enumerate(scripts)), conversations, tokenizer.eos_token_id)
+    loop, box = StepLoop(lambda: sampler), []
+    asked = [GenerationRequest([index], seed=100 + index) for index in range(len(scripts))]
+    given = options(max_tokens, tokenizer.eos_token_id)
+    loop.submit([Sample(number, request, given) for number, request in enumerate(asked)], box)
+    return sampler, loop, box
+
+
+def converse(tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 60, **config: Any) -> Any:
+    """Conversations whose prompt is one token, their number; returns what the sampler was asked, and the responses."""
+    sampler, loop, box = talk(tokenizer, scripts, max_tokens, **config)
+    responses = dict(loop.take(box, len(scripts), PATIENCE))
+    loop.stop()
+    return sampler.calls, [responses[number].whole(number) for number in range(len(scripts))]
+
+
+def test_a_call_its_answer_and_the_turn_after_it(tokenizer: Any) -> None:
+    """The call writes 12 as two tokens, which tokenising its text would make one: the next prompt keeps the two."""
+    call = ids(tokenizer, "<tool>1", "2+3</tool>", END)
+    assert call != ids(tokenizer, "<tool>12+3</tool>", END)
+    said = ids(tokenizer, "15", END)
+    calls, (response,) = converse(tokenizer, [[call, said]])
+    answer = ids(tokenizer, "15=")
+    assert [asked.prompt_token_ids for asked in calls] == [[0], [0, *call, *answer]]
+    assert response.token_ids == call + answer + said
+    assert response.sampled == [True] * len(call) + [False] * len(answer) + [True] * len(said)
+    assert response.log_probs == [-1 / 8] * len(call) + [0.0] * len(answer) + [-2 / 8] * len(said)
+    assert response.versions == [10] * len(call) + [-1] * len(answer) + [11] * len(said)
+    assert (response.tool_turns, response.tool_calls, response.stopped) == (1, 1, True)
+
+
+def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> None:
+    """While a tool keeps one waiting, the other ends: no turn waits for the slowest tool."""
+    call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
+    slow_call = ids(tokenizer, "<tool>slow</tool>", END)
+    go_on = threading.Event()
+
+    def function(expression: str) -> str:
+        if expression == "slow":
+            assert go_on.wait(PATIENCE)
+        return "2"
+
+    tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    _, loop, box = talk(tokenizer, [[slow_call, said], [call, call, call, said]], 200, tools={"calculator": tool})
+    ((first, response),) = loop.take(box, 1, PATIENCE)
+    assert (first, response.tool_turns) == (1, 3)
+    go_on.set()
+    assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [0]
+    loop.stop()
+
+
+def test_an_update_that_waits_for_the_end_of_all_waits_for_tools_too(tokenizer: Any) -> None:
+    call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
+    called, go_on = threading.Event(), threading.Event()
+
+    def function(expression: str) -> str:
+        called.set()
+        assert go_on.wait(PATIENCE)
+        return "2"
+
+    tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    _, loop, box = talk(tokenizer, [[call, said]], tools={"calculator": tool})
+    assert called.wait(PATIENCE)
+    assert loop.call(loop.so_far)[0][1].token_ids == call  # what is kept of it when the engine is lost now
+    update: Future[int] = Future()
+    threading.Thread(target=lambda: update.set_result(loop.call(lambda _: len(box), after="all"))).start()
+    go_on.set()
+    assert update.result(PATIENCE) == 1  # the sample was in its box when the update began
+    loop.stop()
+
+
+def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -> None:
+    """As on another engine, after one was lost: behind an answer, inside a turn, and while tools were at work."""
+    call, said = ids(tokenizer, "<tool>1", "2+3</tool>", END), ids(tokenizer, "15", END)
+    answer = ids(tokenizer, "15=")
+    calls, _ = converse(tokenizer, [[call, said]])
+
+    def part(token_ids: list[int]) -> Part:
+        return Part(torch.tensor(token_ids, dtype=torch.int32), torch.full((len(token_ids),), -1 / 8), 10)
+
+    for parts in ([part(call), Answer(torch.tensor(answer, dtype=torch.int32))], [part(call[:3]), part(call[3:])]):
+        sampler, loop, box = talk(tokenizer, [])
+        sampler.scripts = {0: [call, said]}
+        request = GenerationRequest([0], 100, parts=parts, tool_calls=len(parts) - 1 if isinstance(parts[1], Answer) else 0)
+        loop.submit([Sample(0, request, options(end=tokenizer.eos_token_id))], box)
+        ((_, response),) = loop.take(box, 1, PATIENCE)
+        loop.stop()
+        assert response.token_ids == call + answer + said
+        assert (response.tool_turns, response.tool_calls) == (1, 1)
+        assert [(asked.prompt_token_ids, asked.seed) for asked in sampler.calls] == [
+            (asked.prompt_token_ids, asked.seed) for asked in calls[1:]
+        ]
+    behind_the_answer = [part(call), Answer(torch.tensor(answer, dtype=torch.int32)), part(said[:1])]
+    inside = Response.from_parts(GenerationRequest([0], 100, parts=behind_the_answer))
+    assert inside.seed(100) not in {asked.seed for asked in calls}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the tool's thread shows it too
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_a_tool_that_fails_ends_the_engine_with_its_name(how: str, tokenizer: Any) -> None:
+    def function(expression: str) -> str:
+        if how == "raises":
+            raise ArithmeticError("no")
+        threading.Event().wait()
+        return ""
+
+    tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    call = ids(tokenizer, "<tool>1+1</tool>", END)
+    _, loop, box = talk(tokenizer, [[call]], tools={"calculator": tool}, tool_timeout_seconds=0.2)
+    with pytest.raises(ToolFailedError, match=r"the tool 'calculator' of .*multi_turn.tools"):
+        loop.take(box, 1, PATIENCE)
+
+
+def test_every_turn_of_every_sample_has_a_seed_of_its_own(tokenizer: Any) -> None:
+    call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
+    calls, _ = converse(tokenizer, [[call, call, said], [call, call, said]])
+    seeds = {(asked.number, asked.turn): asked.seed for asked in calls}
+    assert (seeds[0, 0], seeds[1, 0]) == (100, 101)
+    assert len(set(seeds.values())) == 6
+    alone, _ = converse(tokenizer, [[call, call, said]])
+    assert [asked.seed for asked in alone] == [seeds[0, turn] for turn in range(3)]
+
+
+def test_what_follows_an_answer_has_what_is_left_of_the_limit(tokenizer: Any) -> None:
+    call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
+    calls, (response,) = converse(tokenizer, [[call, said * 20]], max_tokens=len(call) + 2 + 3)
+    assert [asked.max_tokens for asked in calls] == [len(call) + 5, 3]
+    assert (len(response.token_ids), response.stopped) == (len(call) + 5, False)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_an_answer_that_leaves_no_room_is_left_out(room: int, tokenizer: Any) -> None:
+    """The answer "2=" has two tokens, and a third must fit behind it."""
+    call = ids(tokenizer, "<tool>1+1</tool>", END)
+    calls, (response,) = converse(tokenizer, [[call]], max_tokens=len(call) + room)
+    assert len(calls) == 1
+    assert response.token_ids == call
+    assert (response.sampled, response.stopped, response.tool_turns) == ([True] * len(call), False, 0)
+
+
+def test_a_turn_cut_off_inside_or_behind_a_call_is_not_answered(tokenizer: Any) -> None:
+    whole = ids(tokenizer, "<tool>1+1</tool>")
+    calls, responses = converse(tokenizer, [[whole[:5]], [whole]], max_tokens=len(whole))
+    assert len(calls) == 2
+    assert [(response.tool_calls, response.stopped) for response in responses] == [(0, False), (0, False)]
+
+
+@pytest.mark.parametrize(("limit", "turns"), [({"max_assistant_turns": 2}, 2), ({"max_user_turns": 2}, 3), ({}, 4)])
+def test_limits_of_turns(limit: dict[str, int], turns: int, tokenizer: Any) -> None:
+    call, said = ids(tokenizer, "<tool>1</tool>", END), ids(tokenizer, "2", END)
+    calls, (response,) = converse(tokenizer, [[call, call, call, said]], max_tokens=200, **limit)
+    assert len(calls) == turns
+    assert (response.tool_turns + 1, response.stopped) == (turns, turns == 4)
+
+
+def test_calls_of_one_turn_are_answered_up_to_their_limit(tokenizer: Any) -> None:
+    three, said = ids(tokenizer, "<tool>1</tool><tool>2</tool><tool>3</tool>", END), ids(tokenizer, "9", END)
+    for most, answers in ((1, "1="), (2, "12="), (5, "123=")):
+        calls, (response,) = converse(tokenizer, [[three, said]], max_tokens=100, max_parallel_calls=most)
+        assert calls[1].prompt_token_ids[1 + len(three) :] == ids(tokenizer, answers)
+        assert response.tool_calls == min(most, 3)
+
+
+def test_long_answers_are_cut_and_errors_are_answers(tokenizer: Any) -> None:
+    for expression, side, answer in (
+        ("2**40", "middle", "10...(truncated)...76"),
+        ("1/0", "middle", "er...(truncated)...ro"),
+        ("2**40", "left", "(truncated)...7776"),
+    ):
+        call, said = ids(tokenizer, f"<tool>{expression}</tool>", END), ids(tokenizer, "9", END)
+        cut = {"max_tool_response_length": 4, "tool_response_truncate_side": side}
+        calls, _ = converse(tokenizer, [[call, said]], max_tokens=200, **cut)
+        assert tokenizer.decode(calls[1].prompt_token_ids[1 + len(call) :]) == answer + "="
+
+
+def test_hermes_calls(tokenizer: Any) -> None:
+    call = ids(tokenizer, '<tool_call>{"name": "calculator", "arguments": {"expression": "2+2"}}</tool_call>', END)
+    calls, _ = converse(tokenizer, [[call, ids(tokenizer, "4", END)]], max_tokens=200, format="hermes")
+    assert calls[1].prompt_token_ids == [0, *call, *ids(tokenizer, "4=")]
+
+
+def test_prompts_describe_the_tools_in_the_hermes_format_only() -> None:
+    config = MultiTurnConfig(enable=True, tools=["calculator"])
+    arguments = template_arguments(config, {"enable_thinking": False})
+    assert arguments["enable_thinking"] is False
+    assert [tool["function"]["name"] for tool in arguments["tools"]] == ["calculator"]
+    assert template_arguments(config.model_copy(update={"format": "tag"}), {"a": 1}) == {"a": 1}
