@@ -74,9 +74,9 @@ def parts_of(
 def row_parts(completions: Completions, row: int) -> "list[Part | Answer]":
     """``parts_of`` a row of what an engine returned."""
     span = slice(int(completions.response_lengths[row]))
-    columns = (completions.responses, completions.rollout_log_probs, completions.policy_versions)
+    tokens, log_probs, versions = completions.responses, completions.rollout_log_probs, completions.policy_versions
     mask = completions.response_mask
-    return parts_of(*(column[row, span] for column in columns), None if mask is None else mask[row, span])
+    return parts_of(tokens[row, span], log_probs[row, span], versions[row, span], None if mask is None else mask[row, span])
 
 
 def _check_tokens(name: str, values: Tensor, dtype: torch.dtype) -> None:
