@@ -17,6 +17,7 @@ from verl_rc.checkpoint import CheckpointStore, RunState
 from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.data.dataset import PromptRow, PromptStream
 from verl_rc.data.epoch_batches import EpochBatches
+from verl_rc.data.parts import Part
 from verl_rc.driver import checkpoints, weights
 from verl_rc.driver.services import Services, StopRequest
 from verl_rc.driver.train import train
@@ -81,8 +82,8 @@ class World:
         """No update cuts a response: each is sampled at once."""
         return []
 
-    def parts(self, number: int) -> tuple[()]:
-        return ()
+    def parts(self, number: int) -> tuple[list[Part], int]:
+        return [], 0
 
     def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         if self.failure is not None:

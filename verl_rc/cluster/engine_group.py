@@ -220,8 +220,9 @@ class EngineGroup:
         self._record(ended, self._work.record, on_loss)
         return self._work.finished()
 
-    def parts(self, number: int) -> Sequence[Part | Answer]:
-        """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with."""
+    def parts(self, number: int) -> tuple[list[Part | Answer], int]:
+        """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with, and the number of its
+        calls that tools answered."""
         return self._work.parts(number)
 
     def begin_steps(self) -> None:

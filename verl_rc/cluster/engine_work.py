@@ -102,10 +102,10 @@ class EngineWork:
                         request = replace(request, tool_calls=int(completions.tool_calls[row]))
                     mine[number] = replace(mine[number], request=request)
 
-    def parts(self, number: int) -> Sequence[Part | Answer]:
-        """What is known of an unfinished sample's response."""
+    def parts(self, number: int) -> tuple[list[Part | Answer], int]:
+        """What is known of an unfinished sample's response, and the number of its calls that tools answered."""
         (sample,) = (mine[number] for mine in self._unfinished if number in mine)
-        return sample.request.parts
+        return list(sample.request.parts), sample.request.tool_calls
 
     def finished(self) -> list[int]:
         """The numbers of finished samples that were not taken, in ascending order."""

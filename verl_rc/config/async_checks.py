@@ -30,8 +30,7 @@ _NEEDS_ASYNCHRONY = (
 
 def check_async_training(config: RunConfig) -> Iterator[str]:
     """Every problem of the section, one sentence each; only what is not built, as long as anything of that was given."""
-    beside = () if config.async_training.is_synchronous else refuse_unbuilt_beside(config)
-    yield from [*refuse_unbuilt(config.async_training), *beside] or contradictions(config)
+    yield from [*refuse_unbuilt(config.async_training)] or contradictions(config)
 
 
 def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
@@ -42,21 +41,6 @@ def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
             by_reason.setdefault(reason, []).append(f"{_SECTION}.{key}={getattr(given, key)}")
     for reason, keys in by_reason.items():
         yield f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} refused: {reason}."
-
-
-def refuse_unbuilt_beside(config: RunConfig) -> Iterator[str]:
-    """One sentence for each part of a run that cannot be ahead of training yet."""
-    reasons = {
-        "actor_rollout_ref.rollout.multi_turn.enable=True": "conversations with tools are not sampled ahead"
-        if config.actor_rollout_ref.rollout.multi_turn.enable
-        else None,
-    }
-    for key, reason in reasons.items():
-        if reason is not None:
-            yield (
-                f"{key} with {_SECTION}.staleness_threshold={config.async_training.staleness_threshold:g} is refused: {reason}; "
-                f"drop it, or pass {_SECTION}.staleness_threshold=0."
-            )
 
 
 def contradictions(config: RunConfig) -> Iterator[str]:
@@ -77,6 +61,11 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     yield from _hard_bound(options)
     yield from _token_age(config)
     yield from _partial_rollouts(options)
+    if options.deterministic_steps is not None and config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield (
+            f"{_SECTION}.deterministic_steps={options.deterministic_steps} needs samples that do not depend on time, but with "
+            "actor_rollout_ref.rollout.multi_turn.enable=True they wait for tools; drop one of them."
+        )
 
 
 def _batches(config: RunConfig) -> Iterator[str]:

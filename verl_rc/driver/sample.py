@@ -22,7 +22,7 @@ from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rewards import RewardOutput
-from verl_rc.rollout.collect import build_rollout_batch, check_versions
+from verl_rc.rollout.collect import build_rollout_batch, check_versions, sampled_mask
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 _OVERLONG_COLUMNS = ("overlong_reward", "overlong")
@@ -234,8 +234,7 @@ def sample_seed(services: Services, step: int, epoch: int, row: PromptRow, sampl
 
 def sampled_tokens(completions: Completions) -> int:
     """Tokens that the policy produced, as the engines returned them."""
-    mask = completions.response_mask
-    return int(completions.response_lengths.sum() if mask is None else torch.count_nonzero(mask))
+    return int(torch.count_nonzero(sampled_mask(completions)))
 
 
 def as_rollouts(

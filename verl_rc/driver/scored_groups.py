@@ -9,13 +9,13 @@ from torch import Tensor
 from verl_rc.advantage.group_relative import informative_groups
 from verl_rc.data.batches import Completions, RolloutBatch
 from verl_rc.data.groups import Group, GroupScores, Sample, completions, joined_samples
-from verl_rc.data.parts import parts_of
+from verl_rc.data.parts import row_parts
 from verl_rc.data.samples import Samples
 from verl_rc.driver.sample import compared_values, decode, score_with_penalty
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rewards import RewardError
-from verl_rc.rollout.collect import build_rollout_batch
+from verl_rc.rollout.collect import build_rollout_batch, sampled_mask
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ def end_sample(sample: Sample, given: Completions, row: int, *, one_version: boo
     Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have sampled all tokens that
     the sample lacks and did not.
     """
-    length = int(given.response_lengths[row])
-    versions = given.policy_versions[row, :length]
+    versions = given.policy_versions[row][sampled_mask(given)[row]]
     found, lacking = set(versions.tolist()), set(versions[sample.num_sampled :].tolist())
     if not lacking or min(found) < 0 or (one_version and len(lacking) > 1):
         wanted = "one version of the weights" if one_version else "known versions of the weights"
@@ -42,7 +41,8 @@ def end_sample(sample: Sample, given: Completions, row: int, *, one_version: boo
             f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has tokens of "
             f"{sorted(found)} (-1: none is known): an engine took an update under a running response."
         )
-    sample.turns = list(parts_of(given.responses[row, :length], given.rollout_log_probs[row, :length], versions))
+    sample.turns = row_parts(given, row)
+    sample.tool_calls = 0 if given.tool_calls is None else int(given.tool_calls[row])
     sample.state, sample.finished = "ended", bool(given.finished[row])
 
 
@@ -113,5 +113,6 @@ def _rollouts(services: Services, groups: Sequence[Group]) -> RolloutBatch:
     samples = [sample for group in groups for sample in group.samples]
     group_ids = [place for place, group in enumerate(groups) for _ in group.samples]
     prompts = [list(sample.prompt) for sample in samples]
-    given = completions(samples, width=services.config.data.max_response_length)
+    with_tools = services.config.actor_rollout_ref.rollout.multi_turn.enable
+    given = completions(samples, with_tools=with_tools, width=services.config.data.max_response_length)
     return build_rollout_batch(prompts, group_ids, given, services.tokenizer.pad_token_id)

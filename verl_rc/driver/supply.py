@@ -14,7 +14,6 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, Sample, pack, unpack
-from verl_rc.data.parts import Part
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
@@ -268,7 +267,7 @@ class AsynchronousSupply:
         if not samples:
             return
         requests = [
-            GenerationRequest(group.row.prompt_token_ids, seed, parts=[turn for turn in one.turns if isinstance(turn, Part)])
+            GenerationRequest(group.row.prompt_token_ids, seed, parts=one.turns, tool_calls=one.tool_calls)
             for (group, one), seed in zip(samples, seeds, strict=True)
         ]
         numbers = self._services.engines.submit(requests, options)
@@ -359,7 +358,7 @@ class AsynchronousSupply:
             groups = self._file([number for number in ended if number in self._under_way])
             for number, (of_group, place) in self._under_way.items():
                 sample = self._now.groups[of_group].samples[place]
-                before, sample.turns = sample.num_sampled, list(self._services.engines.parts(number))
+                before, (sample.turns, sample.tool_calls) = sample.num_sampled, self._services.engines.parts(number)
                 self._since.arrived += sample.num_sampled - before
         self._decide_whole(groups, record)
 

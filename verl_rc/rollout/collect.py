@@ -18,8 +18,7 @@ def build_rollout_batch(
     rows, width = completions.responses.shape
     if len(prompts) != rows or len(group_ids) != rows:
         raise ValueError(f"every request needs exactly one completion: {len(prompts)} requests, {rows} completions.")
-    written = positions_mask(completions.response_lengths, width)
-    response_mask = written if completions.response_mask is None else completions.response_mask
+    written, response_mask = positions_mask(completions.response_lengths, width), sampled_mask(completions)
     _refuse_bad_rows("a response needs at least one token", completions.response_lengths < 1)
     # A log-softmax in float32 can end slightly above 0. Negated, so that NaN, which compares False, is bad.
     bad = response_mask & ~(completions.rollout_log_probs <= 1e-5)
@@ -46,6 +45,13 @@ def build_rollout_batch(
         tool_calls=completions.tool_calls,
         batch_size=[rows],
     )
+
+
+def sampled_mask(completions: Completions) -> torch.Tensor:
+    """bool ``[B, R]``: tokens that the policy sampled."""
+    if completions.response_mask is not None:
+        return completions.response_mask
+    return positions_mask(completions.response_lengths, completions.responses.shape[1])
 
 
 def check_versions(rollouts: RolloutBatch, expected_version: int) -> None:

@@ -161,7 +161,7 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
     monkeypatch.setattr(Engine, "call", whole_answers(Engine.call))
     assert group.collect_parts() == [0, 2]
     assert group.take([0, 2]).responses[:, 0].tolist() == [10, 12]
-    assert [[part.token_ids.tolist() for part in group.parts(number)] for number in (1, 3)] == [[[51]], [[53]]]
+    assert [[part.token_ids.tolist() for part in group.parts(number)[0]] for number in (1, 3)] == [[[51]], [[53]]]
     engines[1].failure = DEAD
     with pytest.raises(EnginesLostError):
         group.collect_parts()

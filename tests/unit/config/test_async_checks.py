@@ -58,6 +58,11 @@ MISTAKES: list[Mistake] = [
     (f"{S}.staleness_threshold=1 {CHOSEN}", f"{S}.staleness_threshold=1 needs engines that work while", f"pass {OWN_DEVICES}"),
     (f"{S}.staleness_threshold=1 {OWN_DEVICES}", f"{S}.staleness_threshold=1 with", f"pass {CORRECTION}.preset="),
     (f"{S}.staleness_threshold=1 {OWN_DEVICES} {CORRECTION}.diagnostics=full", "none was chosen", "preset=disabled"),
+    (
+        f"{S}.staleness_threshold=1 {S}.deterministic_steps=4 {OWN_DEVICES} {CHOSEN} {TOOLS}",
+        "they wait for tools",
+        "drop one of them",
+    ),
     (f"{S}.trigger_parameter_sync_step=2", "trigger_parameter_sync_step=2 trains on tokens of older weights", "preset=disabled"),
     (
         f"{S}.staleness_threshold=0.25 {S}.partial_rollout=False {OWN_DEVICES} {CHOSEN}",
@@ -149,23 +154,6 @@ def test_a_whole_recipe_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(async_checks, "UNBUILT", {"max_concurrent_rollouts": reason, "trace": reason})
     (message,) = refuse_unbuilt(AsyncTrainingConfig(max_concurrent_rollouts=8, trace=True))
     assert message == f"{S}.max_concurrent_rollouts=8, {S}.trace=True are refused: {reason}."
-
-
-NOT_AHEAD = [
-    (f"{WHOLE} {TOOLS}", "multi_turn.enable=True with", "staleness_threshold=0"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "must", "write"), NOT_AHEAD, ids=[row[0] for row in NOT_AHEAD])
-def test_what_cannot_be_ahead_of_training_yet_is_refused_in_one_sentence(overrides: str, must: str, write: str) -> None:
-    given = f"{overrides} {OWN_DEVICES} {CHOSEN}".split()
-    arguments = [*sound_run(without={one.partition("=")[0] for one in given}), *given]
-    with pytest.raises(ConfigError) as caught:
-        load_run_config(arguments)
-    message = str(caught.value)
-    assert must in message
-    assert write in message
-    assert message.count(". ") == 0
 
 
 @pytest.mark.parametrize("given", ["", f"{S}.order=admitted", f"{S}.max_off_policy_threshold=1"])
