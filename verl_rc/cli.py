@@ -35,6 +35,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_plot(subcommands)
     _add_presets(subcommands)
     _add_report(subcommands)
+    _add_trace(subcommands)
     return parser
 
 
@@ -139,6 +140,14 @@ def _steps(text: str) -> tuple[int, int]:
     if int(first) > int(last):
         raise ValueError("the first step must not be after the last")
     return int(first), int(last)
+
+
+def _add_trace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "show who did what and when in a run with async_training.trace=True: text, picture, file for Perfetto"
+    parser = subcommands.add_parser("trace", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run; the files are written into it")
+    parser.add_argument("--steps", metavar="A-B", type=_steps, help="only steps A to B (default: all; drawn: the last six)")
+    parser.set_defaults(run=_trace)
 
 
 def _explain(given: argparse.Namespace) -> int:
@@ -283,6 +292,16 @@ def _report(given: argparse.Namespace) -> int:
         lines = verdict.lines()
         sys.stdout.write("".join(f"{line}\n" for line in ([f"{run.name}: {lines[0]}", *lines[1:]] if len(judged) > 1 else lines)))
     sys.stdout.write(f"report: {report.path}\n")
+    return 0
+
+
+def _trace(given: argparse.Namespace) -> int:
+    from verl_rc.report.timeline import write_timeline  # noqa: PLC0415  (matplotlib, which no help text should wait for)
+
+    try:
+        sys.stdout.write(write_timeline(given.folder, given.steps))
+    except (ValueError, OSError) as error:
+        return _refuse("trace", error)
     return 0
 
 

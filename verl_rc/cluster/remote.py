@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from verl_rc.cluster.hang_report import ProcessIdentity, register_stack_dump
 from verl_rc.cluster.watchdog import WATCHDOG, end_process
 from verl_rc.data.batches import Timed
+from verl_rc.metrics.trace import TRACE
 
 
 class RemoteError(RuntimeError):
@@ -33,6 +34,16 @@ class HangError(ProcessLostError):
     """Processes did not answer in time; the message gives the state of each."""
 
 
+_Answer = tuple[Any, float, float]
+"""A result, when its computation began (seconds since 1970 by the host's clock), and the seconds it took."""
+
+
+def _timed(compute: Callable[..., Any], *arguments: Any) -> _Answer:
+    begin, started = time.time(), time.perf_counter()
+    result = compute(*arguments)
+    return result, begin, time.perf_counter() - started
+
+
 @ray.remote
 class _Process:
     """A Ray actor that hosts one object. Its environment is set before the object's module imports torch or vllm."""
@@ -45,24 +56,28 @@ class _Process:
     def identity(self) -> ProcessIdentity:
         return self._identity
 
-    def build(self, target: str, arguments: Mapping[str, Any]) -> tuple[int, float]:
-        started = time.perf_counter()
+    def build(self, target: str, arguments: Mapping[str, Any]) -> _Answer:
+        return _timed(self._build, target, arguments)
+
+    def _build(self, target: str, arguments: Mapping[str, Any]) -> int:
         module, name = target.split(":")
         self._object = getattr(importlib.import_module(module), name)(**arguments)
-        return os.getpid(), time.perf_counter() - started
+        return os.getpid()
 
-    def call(self, method: str, arguments: Sequence[Any]) -> tuple[Any, float]:
-        started = time.perf_counter()
-        result = getattr(self._object, method)(*arguments)
-        return result, time.perf_counter() - started
+    def call(self, method: str, arguments: Sequence[Any]) -> _Answer:
+        return _timed(getattr(self._object, method), *arguments)
 
-    def visible_devices(self) -> tuple[str, float]:
-        return ",".join(str(gpu) for gpu in ray.get_gpu_ids()), 0.0
+    def visible_devices(self) -> _Answer:
+        return _timed(lambda: ",".join(str(gpu) for gpu in ray.get_gpu_ids()))
 
-    def address(self) -> tuple[tuple[str, int], float]:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return (ray.util.get_node_ip_address(), int(probe.getsockname()[1])), 0.0
+    def address(self) -> _Answer:
+        return _timed(_free_address)
+
+
+def _free_address() -> tuple[str, int]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
 
 
 class RemoteProcess:
@@ -116,6 +131,8 @@ class Pending:
         self.who = process.name
         self.what = what
         self.reference = reference
+        self.sent = time.time()
+        """Seconds since 1970."""
         self.busy_seconds = 0.0
         """Seconds that the process computed, known once it has answered; the rest of the wait was transport."""
 
@@ -215,8 +232,9 @@ def longest_busy(pending: Sequence[Pending]) -> float:
 
 def _result_of(item: Pending) -> Any:
     try:
-        result, item.busy_seconds = ray.get(item.reference)
+        result, begin, item.busy_seconds = ray.get(item.reference)
         item.process.last_answer = (item.what, time.monotonic())
+        TRACE.span(item.who, item.what, begin, begin + item.busy_seconds, sent=item.sent, received=time.time())
         return result
     except RayTaskError as error:
         item.process.last_answer = (item.what, time.monotonic())

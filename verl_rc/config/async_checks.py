@@ -14,7 +14,6 @@ _CHOICES = {"rollout_is", "rollout_rs", "rollout_token_veto_threshold", "rollout
 
 UNBUILT = {
     "max_concurrent_rollouts": "a limit below max_num_seqs is not built; write actor_rollout_ref.rollout.max_num_seqs",
-    "trace": "it is not built; drop it, timing_s/* is measured in every step",
 }
 """Keys whose values other than the default are refused, and why. A key that is built loses its line."""
 _NEEDS_ASYNCHRONY = (

@@ -39,6 +39,7 @@ from verl_rc.driver.scoring import open_scorer
 from verl_rc.driver.services import Services, StopRequest
 from verl_rc.losses import resolve_policy_loss
 from verl_rc.metrics.sinks import PreviousRun, open_tracker
+from verl_rc.metrics.trace import TRACE, TRACE_FILE
 from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.report.explain import add_to_plan, plan_text, write_plan
 from verl_rc.report.preflight_machine import refuse_too_little_memory
@@ -46,6 +47,14 @@ from verl_rc.rollout.conversation import Conversations, template_arguments
 from verl_rc.rollout.sampling import ConversationOptions, EngineOptions
 from verl_rc.weight_sync.proof import GapLimit, engine_precision
 from verl_rc.workers.host import usable_cores
+
+
+@contextmanager
+def _watched(config: RunConfig, folder: Path) -> Iterator[None]:
+    """Remote calls are limited in time, and traced if that is wanted."""
+    trace = folder / TRACE_FILE if config.async_training.trace else None
+    with WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder), TRACE.writing(trace):
+        yield
 
 
 @contextmanager
@@ -62,7 +71,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
         stack.callback(ray.shutdown)
         with announced("Ray"):
             ray_started.result()
-        stack.enter_context(WATCHDOG.watching(config.trainer.hang_timeout_seconds, folder))
+        stack.enter_context(_watched(config, folder))
         placement = plan_placement(config)
         actor = ActorGroup(placement)
         engines = EngineGroup(placement, actor.visible_devices() if placement.device == "cuda" else ())

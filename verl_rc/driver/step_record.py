@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl_rc.cluster.placement import Placement
 from verl_rc.driver.announce import say
 from verl_rc.metrics import Metric, reduce_metrics
 from verl_rc.metrics.sinks import Tracker
+from verl_rc.metrics.trace import STEP, TRACE
 from verl_rc.ppo.ledger import Ledger
 from verl_rc.workers.host import usable_cores
 
@@ -38,6 +40,7 @@ class StepRecord:
     def __init__(self, engines_replaced: int = 0) -> None:
         """Start the clock of the step; ``engines_replaced`` were replaced in it already."""
         self._started = time.perf_counter()
+        self._began = time.time()
         self._seconds: dict[str, float] = defaultdict(float)
         self._busy: dict[str, float] = defaultdict(float)
         self._values: dict[str, float] = {}
@@ -54,10 +57,11 @@ class StepRecord:
         self._histograms: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage; it appears as ``timing_s/<name>``."""
+    def stage(self, name: str, **facts: Any) -> Iterator[None]:
+        """Time a stage; it appears as ``timing_s/<name>``, and with ``facts`` in the run's trace."""
         started = time.perf_counter()
-        yield
+        with TRACE.driver(name, **facts):
+            yield
         self._seconds[name] += time.perf_counter() - started
 
     @property
@@ -95,6 +99,8 @@ class StepRecord:
         tracker.log({**self.metrics(), **self.ledger.close(), **(further or {})}, step=step)
         for name, (edges, counts) in self._histograms.items():
             tracker.log_histogram(name, edges, counts, step)
+        TRACE.span("driver", STEP, self._began, time.time(), step=step)
+        TRACE.flush()
 
     def metrics(self) -> dict[str, float]:
         """All metrics of the step under their final names."""

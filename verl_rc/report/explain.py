@@ -50,7 +50,7 @@ def plan_text(config: RunConfig, measured: MeasuredStep | None = None) -> str:
         "Rollout correction": _correction(config, plan),
         "Advantages": _advantages(config, plan),
         "Critic": _critic(config, plan),
-        "A step": _step(plan),
+        "A step": _step(config, plan),
         "Generation ahead of training": _ahead(config, measured),
         "Batch": _batch(plan),
         "Set, and without effect here": _without_effect(plan, is_changed=True),
@@ -226,7 +226,7 @@ def _critic(config: RunConfig, plan: Plan) -> Iterator[str]:
     )
 
 
-def _step(plan: Plan) -> Iterator[str]:
+def _step(config: RunConfig, plan: Plan) -> Iterator[str]:
     name_width = max(len(phase.name) for phase in plan.phases)
     role_width = max(len(phase.role) for phase in plan.phases)
     for phase in plan.phases:
@@ -235,6 +235,8 @@ def _step(plan: Plan) -> Iterator[str]:
     forwards = [phase for phase in plan.phases if phase.forward_rows]
     names = ", ".join(phase.name for phase in forwards) or "none"
     yield f"  forward passes besides the updates: {names}"
+    if config.async_training.trace:
+        yield "  trace.jsonl records who does what and when: verl-rc trace shows it"
 
 
 def _work(phase: Phase) -> str:

@@ -20,10 +20,10 @@ _SCORE = "critic/score/mean"
 _ESS = "rollout_corr/rollout_is_eff_sample_size"
 _GAP = "sync/rollout_gap_mean"
 
-_COLOURS = ("#3b8ad8", "#e07b39", "#2fa36b", "#b565c7", "#c9a227", "#d9534f")
+COLOURS = ("#3b8ad8", "#e07b39", "#2fa36b", "#b565c7", "#c9a227", "#d9534f")
 _GREY = "#808080"
 """A colour that is legible on white and on black; the picture has a transparent background."""
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.size": 10.5,
     "text.color": _GREY,
     "axes.edgecolor": _GREY,
@@ -117,7 +117,7 @@ def draw_run(folder: Path) -> Path:
     import matplotlib  # noqa: PLC0415  (a second, for which no run should wait before its end)
     from matplotlib.figure import Figure  # noqa: PLC0415  (as above)
 
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
         figure = Figure(figsize=(9.6, 5.8), layout="constrained")
         _draw(figure, curves)
         drawn = io.BytesIO()
@@ -158,7 +158,7 @@ def _draw_validation(panel: "Axes", validation: Mapping[tuple[str, str], Series]
     if not validation:
         _write_no_data(panel)
     for index, ((source, _), series) in enumerate(sorted(validation.items())):
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = COLOURS[index % len(COLOURS)]
         panel.plot(series.steps, series.values, color=colour, marker="o", markersize=5, label=source)
         if len(validation) == 1 and series.steps:
             _write_value(panel, series.steps[0], series.values[0], "below")
@@ -180,9 +180,9 @@ def _draw_metric(panel: "Axes", series: Series, title: str, unit: str) -> None:
     width = max(1, len(series.steps) // _SMOOTHED_SHARE)
     means = running_mean(series.values, width)
     if width > 1:
-        panel.plot(series.steps, series.values, color=_COLOURS[0], alpha=0.4, linewidth=1)
+        panel.plot(series.steps, series.values, color=COLOURS[0], alpha=0.4, linewidth=1)
     label = f"mean of {width} steps" if width > 1 else "each step"
-    panel.plot(series.steps, means, color=_COLOURS[0], linewidth=2, marker="o" if width == 1 else None, label=label)
+    panel.plot(series.steps, means, color=COLOURS[0], linewidth=2, marker="o" if width == 1 else None, label=label)
     _write_value(panel, series.steps[-1], means[-1])
 
 

@@ -136,7 +136,7 @@ def test_a_contradiction_gives_one_sentence(overrides: str, must: str, write: st
     assert "\n" not in message
 
 
-OTHER_VALUES = {"max_concurrent_rollouts": 4, "trace": True}
+OTHER_VALUES = {"max_concurrent_rollouts": 4}
 
 
 @pytest.mark.parametrize("key", UNBUILT)
@@ -177,6 +177,7 @@ ACTS: dict[str, tuple[str, str]] = {
     "group_timeout_seconds": (WHOLE, "9"),
     "kv_cache_on_update": (PARTIAL, "keep"),
     "deterministic_steps": (PARTIAL, "9"),
+    "trace": (WHOLE, "True"),
 }
 """A run in which the key acts, and another value of it."""
 
