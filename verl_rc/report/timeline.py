@@ -75,7 +75,8 @@ def read_timeline(folder: Path) -> Timeline:
             if line.endswith("\n"):  # a killed run may leave half a line
                 try:
                     given = json.loads(line)
-                    spans.append(Span(*(given.pop(name) for name in ("who", "what", "begin", "end")), facts=given))
+                    who, what, begin, end = (given.pop(name) for name in ("who", "what", "begin", "end"))
+                    spans.append(Span(who, what, begin, end, given))
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     form = '{"who": …, "what": …, "begin": …, "end": …}'
                     raise ValueError(f"{path}, line {number} must be {form}: {error}.") from error

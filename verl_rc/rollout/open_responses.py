@@ -39,6 +39,10 @@ class OpenResponses:
         """Keep what there is of a response now."""
         self._open[key] = self._open[key][0], response
 
+    def drop(self, key: str) -> None:
+        """Forget a response, if it has begun."""
+        self._open.pop(key, None)
+
     def end_turn(self, key: str, turn: Ended) -> "Ended | Response | Future[list[str]]":
         """The response if it has ended with its turn, else the answers of tools that it waits for.
 

@@ -201,14 +201,16 @@ class StepLoop(Generic[S]):
             self._wait(int(key), self._running.pop(key))
 
     def cancel(self, sampler: S, numbers: Collection[int]) -> None:
-        """Drop these samples without priority, running or waiting; those that have ended stay in their box."""
+        """Drop these samples without priority, whether they run, wait or are away; those that have ended stay in their box."""
         dropped = set(numbers)
         kept = [entry for entry in self._waiting if entry[3].sample.ahead or entry[3].sample.number not in dropped]
         waiting = {str(arrival) for _, _, arrival, _ in self._waiting} - {str(arrival) for _, _, arrival, _ in kept}
-        running = {key for key, one in self._running.items() if not one.sample.ahead and one.sample.number in dropped}
-        sampler.drop(sorted(waiting | running))
-        for key in running:
-            del self._running[key]
+        begun = {**self._running, **self._away}
+        begun_keys = {key for key, one in begun.items() if not one.sample.ahead and one.sample.number in dropped}
+        sampler.drop(sorted(waiting | begun_keys))
+        for key in begun_keys:
+            self._running.pop(key, None)
+            self._away.pop(key, None)
         self._waiting = kept
         heapq.heapify(self._waiting)
         self._required -= dropped
@@ -318,8 +320,10 @@ class StepLoop(Generic[S]):
         """Samples whose answers have come wait to begin again, or end. Raises what was raised instead of an answer."""
         while self._back:
             key, answer = self._back.popleft()
+            submitted = self._away.pop(key, None)
+            if submitted is None:  # cancelled meanwhile
+                continue
             response = sampler.proceed(key, answer.result())
-            submitted = self._away.pop(key)
             if response is None:
                 self._wait(int(key), submitted)
             else:

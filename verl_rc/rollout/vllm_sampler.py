@@ -91,7 +91,7 @@ class VllmSampler:
         self.llm.llm_engine.abort_request([key for key in keys if key in self._requests])
         for key in keys:
             self._requests.pop(key, None)
-            self._responses.pop(key, None)
+            self._open.drop(key)
 
     def so_far(self, key: str) -> Response | None:
         """See ``Sampler``. Raises like ``Response.with_output``."""

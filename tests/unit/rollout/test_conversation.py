@@ -96,6 +96,11 @@ class ScriptedSampler:
     def so_far(self, key: str) -> Response | None:
         return self._open.get(key)
 
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._running.pop(key, None)
+            self._open.drop(key)
+
     def cut(self, keys: Sequence[str]) -> None:
         raise NotImplementedError
 
@@ -179,6 +184,27 @@ def test_an_update_that_waits_for_the_end_of_all_waits_for_tools_too(tokenizer: 
     threading.Thread(target=lambda: update.set_result(loop.call(lambda _: len(box), after="all"))).start()
     go_on.set()
     assert update.result(PATIENCE) == 1  # the sample was in its box when the update began
+    loop.stop()
+
+
+def test_a_cancelled_sample_is_forgotten_while_its_tool_is_at_work_or_fails(tokenizer: Any) -> None:
+    call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
+    called, go_on = threading.Event(), threading.Event()
+
+    def function(expression: str) -> str:
+        called.set()
+        assert go_on.wait(PATIENCE)
+        return 2  # no text: a failure
+
+    tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    _, loop, box = talk(tokenizer, [[call, said], [said]], tools={"calculator": tool})
+    assert called.wait(PATIENCE)
+    loop.call(lambda sampler: loop.cancel(sampler, [0]))
+    assert loop.call(lambda _: len(box), after="all") == 1  # nothing is waited for
+    go_on.set()
+    assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]
+    loop.submit([Sample(1, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
+    assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]  # the loop lives
     loop.stop()
 
 
