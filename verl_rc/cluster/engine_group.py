@@ -19,6 +19,7 @@ from verl_rc.cluster.remote import (
 )
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.parts import Answer, Part
+from verl_rc.metrics.trace import TRACE
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest
@@ -158,6 +159,12 @@ class EngineGroup:
     def finish_update(self, version: int) -> list[list[dict[str, Any]]]:
         """End the update as ``version``; returns a receipt per worker of each engine. Raises ``EnginesLostError``."""
         return self._call_all("finish_update", version)
+
+    def trace_activity(self) -> None:
+        """Write into the run's trace when engines decoded since the last call. Raises ``EnginesLostError``."""
+        for engine, spans in zip(self._engines, self._call_all("activity"), strict=True):
+            for begin, end in spans:
+                TRACE.span(engine.name, "decode", begin, end)
 
     def abandon_update(self) -> None:
         """Close an interrupted update on the live engines; returns at once."""

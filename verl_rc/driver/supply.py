@@ -322,7 +322,7 @@ class AsynchronousSupply:
         With ``deterministic_steps`` wait for the groups ``awaited`` and no others. Engines that are lost get the trainer's
         weights as ``version``.
         """
-        with record.stage("gen"):
+        with record.stage("gen", numbers=list(awaited)):
             began = time.perf_counter()
             if self._options.deterministic_steps is None:
                 ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)

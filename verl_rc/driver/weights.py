@@ -10,6 +10,7 @@ from verl_rc.data.batches import Completions, Timed
 from verl_rc.driver.announce import say
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.metrics.trace import TRACE
 from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -125,6 +126,8 @@ def _deliver(services: Services, state: RunState, version: int, record: StepReco
         services.engines.wake_up("weights")
         sent, received = services.transport.deliver(version)
         check_receipts(services.manifest, sent, received, version)
+        if TRACE.is_writing:
+            services.engines.trace_activity()
         services.engines.wake_up("kv_cache")
     if not with_canary:
         return state.canary_gap_limit

@@ -18,6 +18,11 @@ class Trace:
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether spans are kept."""
+        return self._file is not None
+
     @contextmanager
     def writing(self, path: Path | None) -> Iterator[None]:
         """Context in which spans are appended to ``path``; None: nothing is written."""

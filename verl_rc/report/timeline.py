@@ -21,6 +21,8 @@ PICTURE_FILE = "timeline.png"
 _DRIVER = "driver"
 _WAIT = "gen"
 """The stage in which the driver waits for samples."""
+_WAITING_CALLS = ("generate", "submit")
+"""Calls in which an engine's process may only wait for its own decoding, which it reports itself."""
 _STEPS_SHOWN = 6
 _PARTS_NAMED = 4
 
@@ -84,7 +86,9 @@ def read_timeline(folder: Path) -> Timeline:
     steps = {span.facts["step"]: span for span in spans if span.what == STEP and "step" in span.facts}
     if not steps:
         raise ValueError(f"{path} must hold at least one finished step; the run has finished none yet.")
-    return Timeline([span for span in spans if span.what != STEP], steps)
+    decoding = {span.who for span in spans if span.what == "decode"}
+    shown = [span for span in spans if span.what != STEP and not (span.who in decoding and span.what in _WAITING_CALLS)]
+    return Timeline(shown, steps)
 
 
 def _on_the_drivers_clock(spans: Sequence[Span]) -> list[Span]:
@@ -122,10 +126,25 @@ def describe(timeline: Timeline) -> str:
             if part := span.within(step.begin, step.end):
                 by_role[_role(span.who)][span.who].append(part)
     lines += [_describe_role(role, by_role[role], total) for role in sorted(by_role, key=_rank)][:6]
-    waits = sorted((span for span in timeline.spans if (span.who, span.what) == (_DRIVER, _WAIT)), key=lambda span: -span.seconds)
+    waits = sorted(_waits(timeline), key=lambda wait: -wait[0])
     if waits:
-        lines.append("longest waits for samples: " + "; ".join(_describe_wait(span, timeline) for span in waits[:3]))
+        told = (f"{seconds:.2f} s in step {step}{_groups(numbers)}" for seconds, step, numbers in waits[:3])
+        lines.append("longest waits for samples: " + "; ".join(told))
     return "".join(f"{line}\n" for line in lines)
+
+
+def _waits(timeline: Timeline) -> list[tuple[float, int, list[int]]]:
+    """Seconds for which the driver waited for samples in a step, the step, and the numbers of the groups it waited for last."""
+    waits = []
+    for number, step in timeline.steps.items():
+        of_driver = [span for span in timeline.spans if (span.who, span.what) == (_DRIVER, _WAIT)]
+        if inside := [span for span in of_driver if span.within(step.begin, step.end)]:
+            waits.append((sum(span.seconds for span in inside), number, list(inside[-1].facts.get("numbers", []))))
+    return waits
+
+
+def _groups(numbers: Sequence[int]) -> str:
+    return f", group{'s' * (len(numbers) > 1)} {_range(numbers)}" if numbers else ""
 
 
 def _describe_role(role: str, processes: Mapping[str, Sequence[Span]], total: float) -> str:
@@ -138,13 +157,6 @@ def _describe_role(role: str, processes: Mapping[str, Sequence[Span]], total: fl
     parts = sorted(shares.items(), key=lambda item: -item[1])[:_PARTS_NAMED]
     name = role if len(processes) == 1 else f"{role} (mean of {len(processes)})"
     return f"{name}: {busy:.0%} of the time; " + ", ".join(f"{what} {share:.0%}" for what, share in parts)
-
-
-def _describe_wait(span: Span, timeline: Timeline) -> str:
-    step = next((number for number, whole in timeline.steps.items() if whole.begin <= span.begin < whole.end), None)
-    numbers = span.facts.get("numbers", [])
-    groups = f", group{'s' * (len(numbers) > 1)} {_range(numbers)}" if numbers else ""
-    return f"{span.seconds:.2f} s {'before step 1' if step is None else f'in step {step}'}{groups}"
 
 
 def _covered(spans: Iterable[Span]) -> float:

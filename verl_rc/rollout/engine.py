@@ -128,6 +128,10 @@ class RolloutEngine:
         """Sample these to their end, whatever ``deterministic_steps`` says."""
         self._loop.call(lambda _: self._loop.require(numbers))
 
+    def activity(self) -> list[tuple[float, float]]:
+        """See ``StepLoop.take_activity``."""
+        return self._loop.call(lambda _: self._loop.take_activity())
+
     def sleep(self) -> bool:
         """Free the memory of weights and KV cache, so that a trainer on the same device can use it.
 

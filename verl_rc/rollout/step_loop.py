@@ -13,6 +13,7 @@ it has ended; samples submitted after it wait for the call. Or its action cuts w
 
 import heapq
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -75,6 +76,11 @@ Box = list[tuple[int, Any]]
 """Number and response of each sample that has ended. Only ``take`` may read it: the loop appends to it."""
 
 
+_SAME_SPAN_SECONDS = 0.005
+"""A shorter pause between two steps belongs to the span of activity."""
+_SPANS_KEPT = 10_000
+
+
 @dataclass(frozen=True)
 class _Command:
     """Something to do between two steps."""
@@ -117,6 +123,7 @@ class StepLoop(Generic[S]):
         self._holds: set[str] = set()
         self._steps_left: int | None = None
         """Steps that samples without priority may still be decoded; None: no limit."""
+        self._activity: deque[tuple[float, float]] = deque(maxlen=_SPANS_KEPT)
         self._required: set[int] = set()
         """Numbers of samples without priority that are decoded to their end, whatever the limit."""
         # A daemon: a step that hangs in vLLM must not keep the process alive.
@@ -222,6 +229,12 @@ class StepLoop(Generic[S]):
         responses = [(submitted.sample, sampler.so_far(key)) for key, submitted in both.items()]
         return [(sample.number, response) for sample, response in responses if response is not None and not sample.ahead]
 
+    def take_activity(self) -> list[tuple[float, float]]:
+        """Beginning and end of each span in which steps were made since the last call, seconds since 1970."""
+        spans = list(self._activity)
+        self._activity.clear()
+        return spans
+
     def limit(self, steps: int) -> None:
         """Decode samples without priority in ``steps`` further steps, and then those that ``require`` names, to their end."""
         self._steps_left = steps
@@ -247,12 +260,19 @@ class StepLoop(Generic[S]):
                 if command is not None:
                     self._run_command(command, sampler)
                 elif self._end is None and self._may_step():
+                    began = time.time()
                     self._begin_waiting(sampler)
                     self._deliver(sampler.step())
+                    self._note_activity(began, time.time())
         except BaseException as error:
             self._finish(error)  # the next call raises it
             if not isinstance(error, Exception):
                 raise
+
+    def _note_activity(self, began: float, ended: float) -> None:
+        if self._activity and began - self._activity[-1][1] < _SAME_SPAN_SECONDS:
+            began = self._activity.pop()[0]
+        self._activity.append((began, ended))
 
     def _next_command(self) -> _Command | None:
         """Wait for work. Returns the first command if it may run now, None if a step may run or answers have come."""

@@ -22,7 +22,8 @@ def write_trace(folder: Path) -> Path:
         trace.span("rollout engine 0", "start", 990.0 + ENGINE_CLOCK, 999.0 + ENGINE_CLOCK, sent=990.0, received=999.0)
         for step, (begin, wait) in enumerate(((1000.0, 4.0), (1010.0, 2.0)), start=1):
             first = begin + 1 + ENGINE_CLOCK
-            trace.span("rollout engine 0", "generate", first, first + 3, sent=begin + 0.5, received=begin + 4.5)
+            trace.span("rollout engine 0", "generate", first - 0.5, first + 3.5, sent=begin + 0.5, received=begin + 4.5)
+            trace.span("rollout engine 0", "decode", first, first + 3)
             trace.span("driver", "gen", begin, begin + wait, numbers=[8 * step, 8 * step + 1])
             trace.span("trainer rank 0", "update", begin + wait, begin + wait + 5, sent=begin + wait, received=begin + wait + 5)
             trace.span("driver", "step", begin, begin + 10, step=step)
@@ -32,7 +33,7 @@ def write_trace(folder: Path) -> Path:
 def test_shares_of_the_steps_time_and_the_longest_waits(tmp_path):
     assert describe(read_timeline(write_trace(tmp_path))).splitlines() == [
         "steps 1 to 2: 20.0 s, 10.00 s each",
-        "rollout engine: 30% of the time; generate 30%",
+        "rollout engine: 30% of the time; decode 30%",
         "driver: 30% of the time; gen 30%",
         "trainer rank: 50% of the time; update 50%",
         "longest waits for samples: 4.00 s in step 1, groups 8 to 9; 2.00 s in step 2, groups 16 to 17",
@@ -40,7 +41,7 @@ def test_shares_of_the_steps_time_and_the_longest_waits(tmp_path):
 
 
 def test_spans_of_another_host_are_on_the_drivers_clock(tmp_path):
-    spans = [span for span in read_timeline(write_trace(tmp_path)).spans if span.what == "generate"]
+    spans = [span for span in read_timeline(write_trace(tmp_path)).spans if span.what == "decode"]
     # The trace begins at 990, when the engine's start was sent; step 1 begins 10 s later, and sampling 1 s after that.
     assert [(span.begin, span.end) for span in spans] == [(11.0, 14.0), (21.0, 24.0)]
 
@@ -90,7 +91,7 @@ def test_the_perfetto_file_has_every_span_in_microseconds(tmp_path):
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {0: "steps", 1: "rollout engine 0", 2: "driver", 3: "trainer rank 0"}
     drawn = [(names[event["tid"]], event["name"], event["ts"], event["dur"]) for event in events if event["ph"] == "X"]
-    assert ("rollout engine 0", "generate", 11e6, 3e6) in drawn
+    assert ("rollout engine 0", "decode", 11e6, 3e6) in drawn
     assert ("steps", "step 2", 20e6, 10e6) in drawn
     assert len(drawn) == 7 + 2
 
