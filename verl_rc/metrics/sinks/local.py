@@ -146,6 +146,7 @@ class JsonlSink:
         """
         self._run_dir = run_dir
         self._files: dict[str, IO[str]] = {}
+        self._edges: dict[str, tuple[float, ...]] = {}
         for path in [run_dir / name for name in _FILES] + sorted(run_dir.glob("tables/*.jsonl")):
             if path.exists() and not path.name.endswith(_REPLACED):
                 _move_later_steps(path, steps_done)
@@ -161,16 +162,16 @@ class JsonlSink:
             self._append(f"tables/{name.replace('/', '-')}.jsonl", {"step": step, **dict(zip(columns, cells, strict=True))})
 
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Append one line ``{"step", "name", "edges", "counts"}``."""
-        self._append(
-            "histograms.jsonl",
-            {
-                "step": step,
-                "name": name,
-                "edges": list(map(_json_number, edges)),
-                "counts": list(map(_json_number, counts)),
-            },
-        )
+        """Append one line ``{"step", "name", "edges", "bins"}``; ``bins``: number and count of each bin that holds any.
+
+        Edges, a thousand of them, are in the first line only, and where they change.
+        """
+        record: Record = {"step": step, "name": name}
+        if self._edges.get(name) != tuple(edges):
+            self._edges[name] = tuple(edges)
+            record["edges"] = list(map(_json_number, edges))
+        record["bins"] = [[index, _json_number(count)] for index, count in enumerate(counts) if count]
+        self._append("histograms.jsonl", record)
 
     def alert(self, title: str, text: str, step: int) -> None:
         """Append one line ``{"step", "title", "text"}`` to ``alerts.jsonl``."""

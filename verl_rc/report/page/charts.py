@@ -33,6 +33,10 @@ class Line:
     series: Series
     low: Series | None = None
     high: Series | None = None
+    run: int = 0
+    """Of several runs compared; each has one colour."""
+    part: int = 0
+    """Number of the metric within the run's lines, which dashes tell apart."""
 
 
 @dataclass(frozen=True)
@@ -161,15 +165,15 @@ def charts_of(specs: Sequence[ChartSpec], runs: Sequence[RunData]) -> list[Chart
 def _chart(spec: ChartSpec, runs: Sequence[RunData]) -> Chart | None:
     lines: list[Line] = []
     names: list[str] = []
-    for run in runs:
+    for which, run in enumerate(runs):
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         found = _names(spec, run)
         names += [name for name in found if name not in names]
-        for name in found:
+        for part, name in enumerate(found):
             low, high = (run.series.get(edge) for edge in spec.band) if spec.band and len(runs) == 1 else (None, None)
-            lines.append(Line(prefix + name, run.series[name], low, high))
+            lines.append(Line(prefix + name, run.series[name], low, high, which, part))
         if spec.derived is not None and len(derived := spec.derived[2](run)):
-            lines.append(Line(prefix + spec.derived[0], derived))
+            lines.append(Line(prefix + spec.derived[0], derived, run=which, part=len(found)))
     if not lines or (spec.derived is not None and not any(line.label.endswith(spec.derived[0]) for line in lines)):
         return None
     if spec.stacked:

@@ -17,7 +17,7 @@ def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, A
     """What the script draws: cells by column from the lowest row up, edges, percentiles, and bounds of token weights."""
     largest = max((count for column in heat_map.counts for count in column), default=0.0)
     scale = 255 / math.log1p(largest) if largest > 0 else 0.0
-    cells = bytes(_brightness(count, scale) for column in heat_map.counts for count in column)
+    cells = bytes(round(math.log1p(max(count, 0.0)) * scale) for column in heat_map.counts for count in column)
     rows = len(heat_map.edges) - 1
     return {
         "columns": len(heat_map.steps),
@@ -31,11 +31,6 @@ def heat_map_data(heat_map: HeatMap, settings: Mapping[str, Any]) -> dict[str, A
         },
         "bounds": _bounds(settings),
     }
-
-
-def _brightness(count: float, scale: float) -> int:
-    """0 for an empty cell only: one token in a million still shows."""
-    return 0 if count <= 0 else max(1, round(math.log1p(count) * scale))
 
 
 def _row_at(column: Sequence[float], percent: float) -> int:

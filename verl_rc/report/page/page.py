@@ -145,7 +145,11 @@ class _PageData:
     def figure(self, chart: Chart) -> str:
         """Take a chart's numbers; returns its place on the page."""
         curves = [curve_of(line.series, line.low, line.high, self._points) for line in chart.lines]
-        lines = [self._line(line.label, curve) for line, curve in zip(chart.lines, curves, strict=True)]
+        several = len({line.run for line in chart.lines}) > 1
+        lines = [
+            self._line(line.label, curve) | ({"run": line.run, "part": line.part} if several else {})
+            for line, curve in zip(chart.lines, curves, strict=True)
+        ]
         number = len(self._charts)
         self._charts.append({"title": chart.title, "stacked": chart.stacked, "healthy": chart.healthy, "lines": lines})
         unit = f" <small>{escaped(chart.unit)}</small>" if chart.unit else ""

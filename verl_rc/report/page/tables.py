@@ -18,6 +18,7 @@ PANEL_OF_TOPIC = {"learning": "learning", "gap": "correction", "correction": "co
 _MARKS = {"fault": "✗ wrong", "notice": "! look", "good": "✓ fine", "unknown": "? unknown"}
 MOST_ALERTS = 200
 MOST_SAMPLES = 60
+_MOST_PROMPTS = 20
 _MOST_SETTINGS = 2_000
 _ABSENT = "(absent)"
 
@@ -77,8 +78,30 @@ def samples_panel(run: RunData, most: int = MOST_SAMPLES) -> str:
     chosen = chosen_samples(run.samples, most)
     columns = list(dict.fromkeys(name for sample in chosen for name in sample.cells))
     rows = [(str(sample.step), *(f"<bdi>{shortened(sample.cells.get(name, ''))}</bdi>" for name in columns)) for sample in chosen]
+    changed = _changes(run.samples)
     said = f"<p>{len(chosen)} of {len(run.samples):,} recorded samples: the newest step from both ends, then the first.</p>"
-    return said + table(("step", *map(escaped, columns)), rows, "samples")
+    return said + table(("step", *map(escaped, columns)), rows, "samples") + changed
+
+
+def _changes(samples: Sequence[Sample]) -> str:
+    """The answers to one prompt at the first and at the last step that has them; nothing where no prompt comes twice."""
+    by_prompt: dict[str, list[Sample]] = {}
+    for sample in samples:
+        if "input" in sample.cells and "output" in sample.cells:
+            by_prompt.setdefault(str(sample.cells["input"]), []).append(sample)
+    pairs = [(found[0], found[-1]) for found in by_prompt.values() if found[0].step != found[-1].step]
+    if not pairs:
+        return ""
+    rows = [
+        tuple(f"<bdi>{shortened(value, 500)}</bdi>" for value in (first.cells["input"], *_answer(first), *_answer(last)))
+        for first, last in pairs[:_MOST_PROMPTS]
+    ]
+    head = ("prompt", f"answer at step {pairs[0][0].step}", "score", f"answer at step {pairs[0][1].step}", "score")
+    return "<h3>The same prompts, first and last</h3>" + table(head, rows, "samples")
+
+
+def _answer(sample: Sample) -> tuple[Any, Any]:
+    return sample.cells["output"], sample.cells.get("score", "")
 
 
 def chosen_samples(samples: Sequence[Sample], most: int) -> list[Sample]:

@@ -61,7 +61,7 @@ def read_heat_map(records: Iterable[tuple[int, Record]], notes: list[str]) -> He
             if "edges" in record and record["edges"] != edges:
                 edges = record["edges"]
                 rows = [_row_of((float(low) + float(high)) / 2) for low, high in pairwise(edges)]
-            builder.add(step, _merged(record["counts"], rows))
+            builder.add(step, _merged(record, rows))
         except (KeyError, TypeError, ValueError, IndexError):
             damaged += 1
     if damaged:
@@ -73,17 +73,14 @@ def _row_of(value: float) -> int:
     return min(max(bisect_right(EDGES, value) - 1, 0), _ROWS - 1)
 
 
-def _merged(counts: Sequence[float | Sequence[float]], rows: Sequence[int]) -> list[float]:
-    """Counts of the rows, from one count a bin or from pairs (bin, count) of the bins that have any."""
-    merged = [0.0] * _ROWS
-    if counts and isinstance(counts[0], list):
-        pairs: Iterable[tuple[int, float]] = ((int(index), float(count)) for index, count in counts)  # type: ignore[misc]
-    elif len(counts) == len(rows):
-        pairs = ((index, float(count)) for index, count in enumerate(counts) if count)  # type: ignore[arg-type]
-    else:
+def _merged(record: Record, rows: Sequence[int]) -> list[float]:
+    """Counts of the rows, from pairs (bin, count) of the bins that hold any, or from one count a bin as runs once wrote."""
+    pairs = record["bins"] if "bins" in record else list(enumerate(record["counts"]))
+    if "bins" not in record and len(pairs) != len(rows):
         raise ValueError("a histogram must have one count a bin")
+    merged = [0.0] * _ROWS
     for index, count in pairs:
-        if index < 0 or not 0 <= count < math.inf:
+        if not (index >= 0 and 0 <= float(count) < math.inf):
             raise ValueError("a count must be a number of tokens of a bin")
-        merged[rows[index]] += count
+        merged[rows[index]] += float(count)
     return merged

@@ -307,29 +307,46 @@ def _one_version_late(run: RunData) -> list[Statement]:
 
 def _size_of_gap(run: RunData) -> Statement:
     """Rows 11 and 20: no rule speaks; as at the start, or larger."""
-    name, gap = (_GAP, run.get(_GAP)) if run.has(_GAP) else ("sqrt(k3)", gap_size(run))
-    last = mean_of(last_part(gap))
-    if last is None:
-        return _not_measured(run)
-    unit = "nats per token (mean |log-ratio|)" if name == _GAP else "nats per token (sqrt(k3))"
-    evidence = {"gap": last.value, "first": math.fsum(gap.values[:2]) / len(gap.values[:2])}
-    size = f"{{gap:.4f}} {unit}"
-    change = change_of(gap)
-    if change is not None and change.is_clear and last.value > ABOVE_FLOOR * evidence["first"]:
-        return say(
-            "gap",
-            "grown, cause not separable by metrics",
-            "notice",
-            f"The gap has grown from {{first:.4f}} to {size}; ages, updates and missing mass do not explain it",
-            evidence,
-            confidence="possible",
-            steps=last.steps,
-            next_test="Weights that differ a little, trainer noise (dropout), routing and kernels look alike here. Run ten steps "
-            "with the engine in float32 and without prefix caching, one change at a time.",
-            overrides=(f"{_ROLLOUT}.dtype=float32", f"{_ROLLOUT}.enable_prefix_caching=False"),
-            row=20,
+    measured = [
+        (series, unit)
+        for series, unit in (
+            (run.get(_GAP), "nats per token (mean |log-ratio|)"),
+            (gap_size(run) if run.has(_K3) else run.get(_K3), "nats per token (sqrt(k3))"),
         )
-    template = f"The gap is {size}"
+        if len(series)
+    ]
+    for gap, unit in measured:
+        change, first = change_of(gap), _at_the_start(gap)
+        if change is not None and change.is_clear and change.last.value > ABOVE_FLOOR * first:
+            return _grown({"first": first, "gap": change.last.value}, unit, change.last.steps)
+    return _rounding(*measured[0]) if measured else _not_measured(run)
+
+
+def _at_the_start(gap: Series) -> float:
+    return math.fsum(gap.values[:2]) / len(gap.values[:2])
+
+
+def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Statement:
+    return say(
+        "gap",
+        "grown, cause not separable by metrics",
+        "notice",
+        f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing mass do not explain it",
+        evidence,
+        confidence="possible",
+        steps=steps,
+        next_test="Weights that differ a little, trainer noise (dropout), routing and kernels look alike here. Run ten steps "
+        "with the engine in float32 and without prefix caching, one change at a time.",
+        overrides=(f"{_ROLLOUT}.dtype=float32", f"{_ROLLOUT}.enable_prefix_caching=False"),
+        row=20,
+    )
+
+
+def _rounding(gap: Series, unit: str) -> Statement:
+    last = mean_of(last_part(gap))
+    assert last is not None, "a gap that was measured has a last value"
+    evidence = {"gap": last.value, "first": _at_the_start(gap)}
+    template = f"The gap is {{gap:.4f}} {unit}"
     if last.interval is not None:
         evidence["low"], evidence["high"] = last.interval
         template += ", {low:.4f} to {high:.4f}"

@@ -213,15 +213,15 @@ def _progress(run: RunData) -> Statement:
     parts: list[str] = []
     evidence: dict[str, float] = {}
     improved = None
-    for number, (name, series) in enumerate(validation(run)[:2]):
+    for number, (name, series) in enumerate(validation(run)[:2], start=1):
         ends = _ends(series)
         if ends is not None:
-            evidence |= {f"v{number}": ends.first.value, f"w{number}": ends.last.value}
-            parts.append(f"validation {_plain(name)} {{v{number}:.3f}} to {{w{number}:.3f}}")
+            evidence |= {f"validation_{number}_first": ends.first.value, f"validation_{number}_last": ends.last.value}
+            parts.append(f"validation {_plain(name)} {{validation_{number}_first:.3f}} to {{validation_{number}_last:.3f}}")
             improved = ends.difference > 0 if improved is None else improved
         else:
-            evidence[f"v{number}"] = series.values[-1]
-            parts.append(f"validation {_plain(name)} {{v{number}:.3f}}, once")
+            evidence[f"validation_{number}"] = series.values[-1]
+            parts.append(f"validation {_plain(name)} {{validation_{number}:.3f}}, once")
     score = run.get(_SCORE)
     change, steps = change_of(score), None
     if change is not None:

@@ -110,13 +110,19 @@ def test_tables_and_histograms(tmp_path):
     sink = JsonlSink(tmp_path)
     sink.log_table("val/generations", ["input", "score"], [["3+4=", 1.0], ["5+5=", math.nan]], step=3)
     sink.log_histogram("rollout_corr/log_ratio", [-1.0, 0.0, 1.0], [5, 7], step=3)
+    sink.log_histogram("rollout_corr/log_ratio", [-1.0, 0.0, 1.0], [0, 8], step=4)
+    sink.log_histogram("other", [-1.0, 0.0, 1.0], [0, 0], step=4)
+    sink.log_histogram("rollout_corr/log_ratio", [0.0, 1.0, 2.0], [1, 0], step=5)
     sink.close()
     assert read(tmp_path / "tables" / "val-generations.jsonl") == [
         {"step": 3, "input": "3+4=", "score": 1.0},
         {"step": 3, "input": "5+5=", "score": "NaN"},
     ]
     assert read(tmp_path / "histograms.jsonl") == [
-        {"step": 3, "name": "rollout_corr/log_ratio", "edges": [-1.0, 0.0, 1.0], "counts": [5, 7]}
+        {"step": 3, "name": "rollout_corr/log_ratio", "edges": [-1.0, 0.0, 1.0], "bins": [[0, 5], [1, 7]]},
+        {"step": 4, "name": "rollout_corr/log_ratio", "bins": [[1, 8]]},
+        {"step": 4, "name": "other", "edges": [-1.0, 0.0, 1.0], "bins": []},
+        {"step": 5, "name": "rollout_corr/log_ratio", "edges": [0.0, 1.0, 2.0], "bins": [[0, 1]]},
     ]
 
 

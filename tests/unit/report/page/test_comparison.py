@@ -69,6 +69,9 @@ def test_all_runs_are_on_one_scale_in_one_chart():
     runs = [named("a", {"actor/grad_norm": wave(1.0)}), named("b", {"actor/grad_norm": wave(100.0)}), named("c")]
     charts = {chart.title: chart for chart in charts_of(PANELS["learning"][1], runs)}
     assert [line.label for line in charts["Gradient norm"].lines] == [f"{name}: actor/grad_norm" for name in "abc"]
+    assert [line.run for line in charts["Gradient norm"].lines] == [0, 1, 2]  # one colour a run
+    clipped = charts["Clipped tokens"].lines
+    assert [(line.run, line.part) for line in clipped] == [(0, 0), (1, 0), (2, 0)]
     assert not [chart for chart in charts_of(PANELS["time"][1], runs) if chart.stacked]
 
 

@@ -291,6 +291,16 @@ def test_samples_of_the_newest_step_from_both_ends():
     assert [(sample.step, sample.cells["score"]) for sample in chosen] == [(9, 0), (9, 5), (9, 1), (9, 4), (1, 0), (1, 0)]
 
 
+def test_the_same_prompts_first_and_last():
+    run = planted({})
+    answers = [("p", "old", 1), ("q", "once", 1), ("p", "middle", 5), ("p", "new", 9)]
+    run.samples = [Sample(step, {"input": prompt, "output": output, "score": 0.5}) for prompt, output, step in answers]
+    table = page_of(run).partition("The same prompts, first and last")[2].partition("</section>")[0]
+    assert re.findall(r"<bdi>(.*?)</bdi>", table) == ["p", "old", "0.5", "new", "0.5"]
+    run.samples = run.samples[:2]
+    assert "The same prompts" not in page_of(run)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(3.0, "3"), (12345.0, "12,345"), (1234.5, "1,234.5"), (0.123456, "0.1235"), (1e-9, "1e-09"), (math.nan, "not a number")],

@@ -49,16 +49,17 @@ def test_pairs_of_bin_and_count_with_edges_once():
     _, dense = record(1, [0.5, -0.1])
     pairs = [[index, count] for index, count in enumerate(dense["counts"]) if count]
     sparse = [
-        (1, {"step": 1, "name": LOG_RATIO, "edges": dense["edges"], "counts": pairs}),
-        (2, {"step": 2, "name": LOG_RATIO, "counts": pairs}),
+        (1, {"step": 1, "name": LOG_RATIO, "edges": dense["edges"], "bins": pairs}),
+        (2, {"step": 2, "name": LOG_RATIO, "bins": pairs}),
     ]
     heat, expected = read_heat_map(sparse, []), read_heat_map([(1, dense), (2, {**dense, "step": 2})], [])
     assert heat == expected
 
 
-@pytest.mark.parametrize(
-    "damaged", [{"counts": [1.0]}, {"counts": [[99999, 1.0]]}, {"counts": [[0, -1.0]]}, {"edges": "x"}, {"counts": None}]
-)
+DAMAGED = [{"counts": [1.0]}, {"edges": "x"}, *({"bins": bins} for bins in ([[99999, 1.0]], [[0, -1.0]], [[-1, 1.0]], 3, [3]))]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
 def test_damaged_histograms_are_left_out_and_said(damaged):
     step, good = record(1, [0.5])
     notes: list[str] = []

@@ -210,6 +210,14 @@ def test_row_20_begins_at_twice_the_first_gap(times, row):
     assert found.level == ("good" if row == 11 else "notice")
 
 
+def test_row_20_sees_rare_tokens_that_the_mean_gap_does_not():
+    k3 = [value**2 for value in ramp(0.014, 0.05)]
+    run = planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS, "sync/rollout_gap_mean": wave(0.015)})
+    assert only(judge_gap(run)).row == 20
+    assert "(sqrt(k3))" in only(judge_gap(run)).text
+    assert "mean |log-ratio|" in only(judge_gap(planted({"sync/rollout_gap_mean": wave(0.015)}))).text
+
+
 def test_without_a_comparison_nothing_is_said():
     gap = [name for name in healthy() if name.startswith("rollout_corr/")]
     found = only(judge_gap(planted({}, without=gap)))

@@ -6,6 +6,8 @@ import math
 import pytest
 from planted_series import STEPS, healthy, planted, ramp, wave
 
+from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import has_key, leads_to_leaf
 from verl_rc.report.run_folder.records import Ending, RunData, Series
 from verl_rc.report.verdict import judge
 from verl_rc.report.verdict.correction import half_life, judge_correction
@@ -194,6 +196,21 @@ def test_a_fault_of_the_gap_comes_first_and_no_correction_is_advised_with_it():
     bad = {ESS: wave(0.2), K3: wave(0.02), "rollout_corr/misalignment_z": [-30.0] * STEPS}
     assert judge(planted(bad, settings)).do_first == ("actor_rollout_ref.rollout.top_p=1.0", "actor_rollout_ref.rollout.top_k=-1")
     assert "algorithm.rollout_correction.rollout_is=token" in judge(planted({ESS: wave(0.2), K3: wave(0.02)}, settings)).do_first
+
+
+def test_overrides_are_keys_of_the_configuration():
+    wrong = everything_wrong()
+    old = planted({f"rollout_corr/age_{age}_k3_kl": wave(1e-3 * (age + 1) ** 2) for age in range(4)})
+    pinned = [(0.01 + 0.02 * step) ** 2 for step in range(STEPS)]
+    flat = {"actor/entropy": ramp(1, 0), SCORE: wave(0.3)}
+    late = planted({K3: pinned, "rollout_corr/kl": pinned, "actor/ppo_kl": wave(5e-4)} | flat)
+    grown = planted({K3: ramp(1e-4, 1e-2), "rollout_corr/kl": ramp(1e-4, 1e-2), "actor/ppo_kl": [0.05] * STEPS})
+    settings = {"algorithm.rollout_correction.rollout_is": "sequence"}
+    wasteful = planted({ESS: wave(0.2), K3: wave(0.02), "rollout_corr/kl": wave(0.02)}, settings)
+    said = [statement for run in (wrong, old, late, grown, wasteful) for statement in judge(run).statements]
+    found = {override.partition("=")[0] for statement in said for override in statement.overrides}
+    assert len(found) >= 11
+    assert [key for key in found if not (has_key(RunConfig, key) and leads_to_leaf(RunConfig, key))] == []
 
 
 def test_how_it_ended():
