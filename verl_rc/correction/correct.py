@@ -25,7 +25,7 @@ class CorrectionResult:
     weights: Tensor | None
     """``[B, T]``, constants, 0 outside the response mask; None when ``rollout_is`` is null."""
     keep_mask: Tensor
-    """bool ``[B, T]``: what takes part in the policy loss; True on padding of rows that are not rejected as a whole."""
+    """bool ``[B, T]``: what takes part in the policy loss; True on padding of sequences that are not rejected as a whole."""
     rejected_rows: Tensor
     """bool ``[B]``: sequences with response tokens, all of them rejected."""
     statistics: CorrectionStatistics
@@ -92,7 +92,7 @@ def measure(
     config: RolloutCorrectionConfig | Mapping[str, object],
     context: SequenceContext | None = None,
 ) -> CorrectionStatistics:
-    """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Rows without response tokens never count.
+    """Mergeable statistics of ``[B, T]`` log-probs (nats), before any rejection. Sequences without response tokens never count.
 
     ``train_log_probs`` are those of the proximal policy (decoupled) or of the current one (bypass). Raises ``ValueError`` when
     shapes differ or ``context`` lacks advantages that a rule needs.
@@ -110,9 +110,9 @@ def apply(
     statistics: CorrectionStatistics,
     advantages: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Weights (or None) and keep mask of some rows, given the statistics of the whole batch they belong to.
+    """Weights (or None) and keep mask of some sequences, given the statistics of the whole batch they belong to.
 
-    Batch normalisation divides by the batch's mean weight: over tokens, or over rows where a row has one weight. ``advantages``
+    Batch normalisation divides by the batch's mean weight: over tokens, or sequences where each has one. ``advantages``
     ``[B, T]`` are needed by rules that depend on their sign. Raises ``ValueError`` when shapes differ or advantages are missing.
     """
     log_probs, context = LogProbs(train_log_probs, rollout_log_probs, response_mask), SequenceContext(advantages=advantages)
@@ -136,7 +136,7 @@ def _correct(
     keep_mask, counts = torch.ones(shape, dtype=torch.bool, device=device), list[Tensor]()
 
     # A call for each chunk: its temporaries are gone before those of the next one come.
-    def correct_chunk(chunk: SequenceChunk) -> TokenSums[Tensor]:
+    def correct_chunk(chunk: SequenceChunk) -> TokenSums:
         ratio, facts, weights = LogRatio.from_log_probs(log_probs.take(chunk)), context.take(chunk), None
         # Independent of each other: a rejected token keeps its weight, and statistics are those before rejection.
         rejection, rules = reject_tokens(ratio, settings, facts.advantages)
@@ -173,7 +173,7 @@ def _mean_weight(batch: CorrectionStatistics, settings: WeightSettings) -> Tenso
     """What the batch's weights are divided by: ``rollout_is_batch_norm_factor``, but the number stays on its device."""
     weights = batch.totals().weights
     assert weights is not None
-    excess = (weights.applied.rows if settings.is_per_row else weights.applied.tokens).excess
+    excess = (weights.applied.sequences if settings.is_per_row else weights.applied.tokens).excess
     mean = 1.0 + excess.total / excess.count.clamp_min(1.0)
     return torch.where(mean > SMALLEST_NORMALISER, mean, 1.0)
 

@@ -34,7 +34,7 @@ class LogRatio:
     response: Tensor
     """``[b, t]``: 1 for response tokens, and 0 elsewhere."""
     log_probs: LogProbs
-    sums: SequenceSums[Tensor]
+    sums: SequenceSums
 
     @classmethod
     def from_log_probs(cls, log_probs: LogProbs) -> "LogRatio":
@@ -113,7 +113,7 @@ def indicator(compare: Callable[..., Tensor], values: Tensor, bound: float | Ten
 
 
 def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
-    """Largest and smallest of the finite ``values`` (``[b]``, or ``[b, t]`` by row) whose ``count`` is not 0; float64 ``[b]``."""
+    """Largest and smallest of the finite ``values``, ``[b]`` or of each sequence ``[b, t]``, whose ``count`` is not 0."""
     # 0 for what counts and -inf elsewhere: added to something, it leaves the maximum to what counts.
     excluded = 1.0 - count.clamp_max(1.0).reciprocal()
     both = [excluded + values, excluded - values]
@@ -123,6 +123,6 @@ def extremes(values: Tensor, count: Tensor) -> Extremes[Tensor]:
 
 
 def sequence_sum(values: Tensor) -> Tensor:
-    """Sum of each row ``[b, t]``, float64 ``[b]``."""
+    """Sum of each sequence ``[b, t]``, float64 ``[b]``."""
     # Thousands of float32 terms would lose the digits that tell a gap of 1e-5 from none.
     return values.sum(dim=-1, dtype=torch.float64)

@@ -17,11 +17,11 @@ _HISTOGRAM_OF_RULE = {"token_k1": 0, "seq_sum_k1": 1, "seq_mean_k1": 2}
 
 @dataclass(frozen=True)
 class Numbers:
-    """All statistics of some rows, on the host."""
+    """All statistics of some sequences, on the host."""
 
     totals: Totals[float]
     histograms: list[list[float]]
-    """Counts of log-ratios: tokens, row sums, row means; empty without full diagnostics."""
+    """Counts of log-ratios: tokens, sums and means of sequences; empty without full diagnostics."""
 
 
 def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[str, float]:
@@ -59,20 +59,20 @@ def _extremes(prefix: str, extremes: Extremes[float]) -> dict[str, float]:
 
 
 def _weight_metrics(weights: WeightTotals[float], settings: WeightSettings) -> dict[str, float]:
-    tokens, rows = weights.applied.tokens, weights.applied.rows
-    level = rows if settings.is_per_row else tokens
-    # verl reports the extremes of raw weights where a row has one, of applied weights where every token has one.
-    shown = weights.raw.rows if settings.is_per_row and weights.raw is not None else tokens
-    of_rows = _extremes("rollout_is_seq_", rows.extremes)
+    tokens, sequences = weights.applied.tokens, weights.applied.sequences
+    level = sequences if settings.is_per_row else tokens
+    # verl reports the extremes of raw weights where a sequence has one, of applied weights where every token has one.
+    shown = weights.raw.sequences if settings.is_per_row and weights.raw is not None else tokens
+    of_sequences = _extremes("rollout_is_seq_", sequences.extremes)
     metrics = {
         "rollout_is_mean": tokens.mean,
         "rollout_is_std": tokens.excess.std,
         "rollout_is_eff_sample_size": level.effective_sample_size,
-        "rollout_is_seq_mean": rows.mean,
-        "rollout_is_seq_std": rows.excess.sample_std,
-        "rollout_is_seq_max_deviation": max(abs(value - 1.0) for value in of_rows.values()) if rows.excess.count else 0.0,
+        "rollout_is_seq_mean": sequences.mean,
+        "rollout_is_seq_std": sequences.excess.sample_std,
+        "rollout_is_seq_max_deviation": max(abs(w - 1.0) for w in of_sequences.values()) if sequences.excess.count else 0.0,
         **_extremes("rollout_is_", shown.extremes),
-        **of_rows,
+        **of_sequences,
     }
     if settings.batch_normalize:
         metrics["rollout_is_batch_norm_factor"] = level.mean if level.mean > SMALLEST_NORMALISER else 1.0
@@ -84,10 +84,10 @@ def _full_weight_metrics(numbers: Numbers, weights: WeightTotals[float], setting
     metrics = {}
     for kind, levels in (("applied", weights.applied), ("raw", weights.raw)):
         assert levels is not None
-        for level, sums in (("token", levels.tokens), ("sequence", levels.rows), ("prompt", levels.prompts)):
+        for level, sums in (("token", levels.tokens), ("sequence", levels.sequences), ("prompt", levels.prompts)):
             if sums is not None:
                 metrics[f"rollout_is_ess_{kind}_{level}"] = sums.effective_sample_size
-        shown = levels.rows if settings.is_per_row else levels.tokens
+        shown = levels.sequences if settings.is_per_row else levels.tokens
         metrics |= {f"rollout_is_{kind}_mean": shown.mean, f"rollout_is_{kind}_std": shown.excess.std}
         metrics |= _extremes(f"rollout_is_{kind}_", shown.extremes)
     # Raw weights are exponentials of the log-ratios counted; the products of a prefix are counted nowhere.
@@ -101,24 +101,24 @@ def _full_weight_metrics(numbers: Numbers, weights: WeightTotals[float], setting
 
 
 def _rule_metrics(prefix: str, rule: RuleTotals[float]) -> dict[str, float]:
-    of_rows = _extremes(f"{prefix}seq_", rule.row_extremes)
+    of_sequences = _extremes(f"{prefix}seq_", rule.sequence_extremes)
     return {
         f"{prefix}std": rule.clamped.std,
-        f"{prefix}seq_mean": rule.rows.value,
-        f"{prefix}seq_std": rule.rows.sample_std,
-        f"{prefix}seq_max_deviation": max(abs(value) for value in of_rows.values()),
+        f"{prefix}seq_mean": rule.sequences.value,
+        f"{prefix}seq_std": rule.sequences.sample_std,
+        f"{prefix}seq_max_deviation": max(abs(value) for value in of_sequences.values()),
         **_extremes(prefix, rule.extremes),
-        **of_rows,
+        **of_sequences,
     }
 
 
 def _log_ratio_metrics(numbers: Numbers, full: FullTotals[float], settings: CorrectionSettings) -> dict[str, float]:
-    """Percentiles of log-ratios of tokens, rows (``seq``) and row means (``geo``); the test for misalignment."""
+    """Percentiles of log-ratios of tokens, sequences (``seq``) and their means (``geo``); the test for misalignment."""
     metrics = {"log_ratio_abs_max": max(full.log_ratio.largest, full.log_ratio.negated_smallest, 0.0)}
     for level, counts in zip(("", "_seq", "_geo"), numbers.histograms, strict=True):
         if any(counts):
             metrics |= {f"log_ratio{level}_p{percent}": log for percent, log in percentiles(counts, PERCENTS).items()}
-    for name, ratios in (("misalignment_z", full.token_ratios), ("misalignment_z_seq", full.row_ratios)):
+    for name, ratios in (("misalignment_z", full.token_ratios), ("misalignment_z_seq", full.sequence_ratios)):
         z = misalignment_z(ratios) if settings.tests_misalignment else None
         metrics |= {} if z is None else {name: z}
     return metrics
@@ -163,7 +163,7 @@ def _gap_metrics(name: str, gap: Gap[float], tokens: float) -> dict[str, float]:
 
 
 def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float:
-    """Share of tokens (``token_k1``) or rows (``seq_sum_k1``, ``seq_mean_k1``) with a ratio train/rollout in [lower, upper].
+    """Share of tokens (``token_k1``) or sequences (``seq_sum_k1``, ``seq_mean_k1``) with a ratio train/rollout in [lower, upper].
 
     Log-ratios are known to 3.1 %. NaN when nothing was measured. Raises ``ValueError`` for other rules, for bounds that are not
     0 < lower <= upper, and without full diagnostics.
@@ -176,7 +176,7 @@ def acceptance(numbers: Numbers, rule: str, lower: float, upper: float) -> float
 
 
 def bound_for_acceptance(numbers: Numbers, rule: str, share: float) -> float:
-    """The smallest u for which ``rule`` with bounds 1/u to u would have accepted at least ``share`` of the tokens or rows.
+    """The smallest u for which ``rule`` with bounds 1/u to u would have accepted at least ``share`` of the tokens or sequences.
 
     Thresholds set by the acceptance they lead to follow the drift that fixed ones run into. Known to 3.1 % of ln u; NaN when
     nothing was measured. Raises ``ValueError`` for other rules, a share outside (0, 1], and without full diagnostics.

@@ -47,13 +47,13 @@ def rule_statistic(rule: RejectionRule, ratio: LogRatio) -> Tensor:
 
 def reject_tokens(
     ratio: LogRatio, settings: CorrectionSettings, advantages: Tensor | None
-) -> tuple[Rejection, dict[str, RuleSums[Tensor]]]:
+) -> tuple[Rejection, dict[str, RuleSums]]:
     """Apply all rules that look at single tokens; also returns what these found.
 
     ``advantages`` ``[b, t]`` are for the rule that depends on their sign; ``ValueError`` when they are missing. For tokens with
     non-finite log-probs rules see a ratio of 1 under ``nonfinite_logprob=neutral``, and no rule applies otherwise.
     """
-    causes, found = dict[str, Tensor](), dict[str, RuleSums[Tensor]]()
+    causes, found = dict[str, Tensor](), dict[str, RuleSums]()
     judged = ratio.response if settings.nonfinite == "neutral" else ratio.ones
     for rule in settings.rules:
         if rule.rule.is_per_token:
@@ -74,7 +74,7 @@ def reject_tokens(
     return Rejection.from_causes(causes, ratio.response), found
 
 
-def reject_sequences(found: TokenSums[Tensor], settings: CorrectionSettings) -> Rejection:
+def reject_sequences(found: TokenSums, settings: CorrectionSettings) -> Rejection:
     """Apply all rules that look at whole sequences. Without valid tokens one is rejected only for non-finite log-probs."""
     causes, sums = dict[str, Tensor](), found.sums
     for rule in settings.rules:
@@ -93,14 +93,14 @@ def _outside(rule: BoundedRule, statistic: Tensor) -> tuple[Tensor, Tensor]:
     return indicator(torch.gt, statistic, rule.upper), indicator(torch.lt, statistic, rule.lower)
 
 
-def _token_rule_sums(rule: BoundedRule, ratio: LogRatio, statistic: Tensor, above: Tensor, below: Tensor) -> RuleSums[Tensor]:
+def _token_rule_sums(rule: BoundedRule, ratio: LogRatio, statistic: Tensor, above: Tensor, below: Tensor) -> RuleSums:
     total, seen = sequence_sum(statistic), extremes(statistic, ratio.ones)
     clamped = _clamped(rule, statistic).mul_(ratio.ones)
     moments = Moments(sequence_sum(clamped), ratio.sums.tokens, sequence_sum(clamped.square()))
     return RuleSums(ratio.sums.mean(total), total, moments, seen, ratio.count(above), ratio.count(below))
 
 
-def _sequence_rule_sums(rule: BoundedRule, sums: SequenceSums[Tensor], statistic: Tensor) -> RuleSums[Tensor]:
+def _sequence_rule_sums(rule: BoundedRule, sums: SequenceSums, statistic: Tensor) -> RuleSums:
     # Every token counts with the statistic of its sequence.
     tokens, clamped, (above, below) = sums.tokens, _clamped(rule, statistic), _outside(rule, statistic)
     moments, seen = Moments(tokens * clamped, tokens, tokens * clamped.square()), extremes(statistic, tokens)
@@ -112,7 +112,7 @@ def _clamped(rule: BoundedRule, statistic: Tensor) -> Tensor:
     return statistic.clamp(rule.lower, rule.upper) - min(max(0.0, rule.lower), rule.upper)
 
 
-def rule_totals(rule: BoundedRule, found: TokenSums[Tensor]) -> tuple[RuleTotals[Tensor], Means[Tensor]]:
+def rule_totals(rule: BoundedRule, found: TokenSums) -> tuple[RuleTotals[Tensor], Means[Tensor]]:
     """What every sequence adds to the statistics of a rule, and to the metrics that are means or shares."""
     tokens, real = found.sums.tokens, found.sums.real
     if rule.rule.is_per_token:
@@ -140,7 +140,7 @@ def rule_totals(rule: BoundedRule, found: TokenSums[Tensor]) -> tuple[RuleTotals
     return RuleTotals(of_rule.clamped, of_rule.extremes, of_sequences, extremes(mean, tokens)), means
 
 
-def rejection_means(found: TokenSums[Tensor], kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
+def rejection_means(found: TokenSums, kept: Tensor, settings: CorrectionSettings) -> Means[Tensor]:
     """Shares of tokens and sequences that are rejected, by all causes together and by the veto; ``kept`` tokens are left."""
     means, response = dict[str, Mean[Tensor]](), found.sums.response_tokens
     answered = response.clamp_max(1.0)
@@ -154,7 +154,7 @@ def rejection_means(found: TokenSums[Tensor], kept: Tensor, settings: Correction
     return means
 
 
-def exclusive_fractions(found: TokenSums[Tensor], rejection: Rejection) -> Means[Tensor]:
+def exclusive_fractions(found: TokenSums, rejection: Rejection) -> Means[Tensor]:
     """Share of response tokens that one cause alone rejects, so that they would be kept without it; and that several reject."""
     # A token is lost by itself or with its sequence: a cause is alone where it is the only one at both levels.
     only = {name: found.kept * rejected for name, rejected in rejection.alone.items()}

@@ -35,8 +35,8 @@ def chunk_positions(device: torch.device) -> int:
 def sequence_chunks(response_mask: Tensor) -> list[SequenceChunk]:
     """All rows of a mask ``[B, T]``, each in one chunk; at least one chunk."""
     (num_rows, width), positions = response_mask.shape, chunk_positions(response_mask.device)
-    # Responses are of different lengths and mostly end long before the padding does: rows of like length together are half the
-    # work. Not on a device, nor for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
+    # Most responses end long before the padding does: sequences of like length together are half the work. Not on a device, nor
+    # for tensors without numbers (FakeTensorMode): the host would wait for the lengths.
     if not (response_mask.numel() and type(response_mask) is Tensor and response_mask.device.type == "cpu"):
         order = torch.arange(num_rows, device=response_mask.device)
         return [SequenceChunk(order[rows], width) for rows in row_slices(num_rows, width, positions)]
@@ -86,9 +86,9 @@ class SequenceContext:
     """
 
     group_slots: Tensor | None = None
-    """int64 ``[B]``: rows of one prompt share a number in [0, B)."""
+    """int64 ``[B]``: sequences of one prompt share a number in [0, B)."""
     policy_versions: Tensor | None = None
-    """int64 ``[B, T]``, or ``[B]`` where a row has one: version of the weights that sampled a token."""
+    """int64 ``[B, T]``, or ``[B]`` where a sequence has one: version of the weights that sampled a token."""
     current_version: Tensor | int | None = None
     """The version ages count from; None: ages are unknown."""
     advantages: Tensor | None = None
@@ -108,7 +108,7 @@ class SequenceContext:
         return torch.where(response_mask.bool(), self.current_version - _per_token(self.policy_versions), 0)
 
     def check(self, shape: torch.Size) -> None:
-        """Raise ``ValueError`` unless every fact fits rows of log-probs ``[B, T]``."""
+        """Raise ``ValueError`` unless every fact fits log-probs ``[B, T]``."""
         tokens, rows = list(shape), list(shape[:1])
         for name, value, fitting in (
             ("advantages", self.advantages, [tokens]),

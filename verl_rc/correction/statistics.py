@@ -49,7 +49,7 @@ LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 
 @dataclass(frozen=True)
 class CorrectionStatistics:
-    """What was measured of some rows; the statistics of a batch are the merged ones of its parts.
+    """What was measured of some sequences; the statistics of a batch are the merged ones of its parts.
 
     To merge over ranks: all-reduce ``sums`` with SUM and ``maxima`` with MAX, then ``with_vectors``.
     """
@@ -73,7 +73,7 @@ class CorrectionStatistics:
 
         # float64 also for counts: float32 would stop counting tokens at 16 million.
         layout = map_totals(put, sequences)
-        # Over no rows at all the maximum is that of the padding: nothing seen.
+        # Over no sequences at all the maximum is that of the padding: nothing seen.
         largest = pad(torch.stack(maxima), (0, 1), value=-torch.inf).amax(dim=1)
         return cls(torch.cat([torch.stack(sums).sum(dim=1), *histograms]), largest, layout)
 
@@ -106,7 +106,7 @@ class CorrectionStatistics:
         return self.numbers().totals.nonfinite_fraction
 
     def metrics(self, config: RolloutCorrectionConfig) -> dict[str, float]:
-        """``rollout_corr/*`` of the rows measured, by name; one copy from the device."""
+        """``rollout_corr/*`` of the sequences measured, by name; one copy from the device."""
         return correction_metrics(self.numbers(), config.settings())
 
     def merge(self, other: "CorrectionStatistics") -> "CorrectionStatistics":
@@ -127,11 +127,11 @@ class CorrectionStatistics:
 def token_sums(
     ratio: LogRatio,
     rejection: Rejection,
-    rules: dict[str, RuleSums[Tensor]],
+    rules: dict[str, RuleSums],
     weights: Weights | None,
     settings: CorrectionSettings,
     facts: SequenceContext,
-) -> TokenSums[Tensor]:
+) -> TokenSums:
     """What the tokens of some sequences ``[b]`` add up to; ``rules`` is what those on tokens found."""
     sums, veto, age, of_weights, raw_weight, full = ratio.sums, None, None, list[Any](), None, None
     means = {"safety_clamped_fraction": Mean(ratio.count(indicator(torch.ne, ratio.values, ratio.bounded)), sums.tokens)}
@@ -215,7 +215,7 @@ def _gap(ratio: LogRatio, ones: Tensor) -> Gap[Tensor]:
 
 
 def sequence_totals(
-    found: TokenSums[Tensor], rejection: Rejection, settings: CorrectionSettings, facts: SequenceContext
+    found: TokenSums, rejection: Rejection, settings: CorrectionSettings, facts: SequenceContext
 ) -> Totals[Tensor]:
     """What every sequence ``[B]`` adds to the statistics, from what its tokens add up to."""
     sums, kept, weights, rules, full = found.sums, rejection.kept * found.kept, None, dict[str, Any](), found.full
@@ -240,12 +240,11 @@ def sequence_totals(
         splits = {name: Mean(rejection.kept * sign.total, sign.count) for name, sign in full.splits.items()}
         splits |= exclusive_fractions(found, rejection) if settings.rejects else {}
         full = replace(full, splits=splits | _splits(sums.response_tokens, kept, facts.scores))
-    difference = extremes(-sums.mean(sums.log_ratio), sums.tokens)
-    response = sums.response_tokens
+    difference, response = extremes(-sums.mean(sums.log_ratio), sums.tokens), sums.response_tokens
     return Totals(found.gap, response, kept, kept > 0, means, difference, weights, rules, tuple(ages), found.age, full)
 
 
-def _gap_means(found: TokenSums[Tensor]) -> Means[Tensor]:
+def _gap_means(found: TokenSums) -> Means[Tensor]:
     """How far the policies are apart, before any weight or rule."""
     sums, tokens, real = found.sums, found.sums.tokens, found.sums.real
     train, difference = sums.mean(found.train), -sums.mean(sums.log_ratio)
@@ -277,6 +276,6 @@ def _splits(response: Tensor, kept: Tensor, scores: Tensor | None) -> Means[Tens
     return splits | {f"kept_fraction_{name}": Mean(kept * some, response * some) for name, some in groups.items()}
 
 
-def sequence_histograms(sums: SequenceSums[Tensor]) -> list[Tensor]:
+def sequence_histograms(sums: SequenceSums) -> list[Tensor]:
     """Counts of the log-ratios of sequences, and of their means over tokens."""
     return [log_ratio_histogram(logs, sums.real) for logs in (sums.log_ratio, sums.mean(sums.log_ratio))]

@@ -1,6 +1,6 @@
-"""The accumulators: what adds up over rows, micro-batches and ranks, as records of one kind of number.
+"""The accumulators: what adds up over sequences, micro-batches and ranks, as records of one kind of number.
 
-``T`` is a tensor ``[B]`` (what each row adds), a scalar on the device (the sum of these) or a float (the same on the host).
+``T`` is a tensor ``[B]`` (what each sequence adds), a scalar on the device (the sum of these) or a float (the same on the host).
 """
 
 import math
@@ -18,7 +18,7 @@ class Extremes(Generic[T]):
     """Largest and smallest value; merged by maximum, not by sum. -inf: no value."""
 
     largest: T
-    # Negated, so that one maximum over rows, parts and ranks serves both.
+    # Negated, so that one maximum over sequences, parts and ranks serves both.
     negated_smallest: T
 
 
@@ -64,7 +64,7 @@ class Moments(Mean[T]):
 
 @dataclass(frozen=True)
 class WeightSums(Generic[T]):
-    """Weights ``w`` of tokens, rows or prompts: ``excess`` of ``w - 1``, the others of ``w``."""
+    """Weights ``w`` of tokens, sequences or prompts: ``excess`` of ``w - 1``, the others of ``w``."""
 
     # Near 1, where most weights are, sums of w round their spread away; near 0, where a band puts weights, sums of w - 1 do.
     excess: Moments[T]
@@ -89,10 +89,10 @@ class WeightSums(Generic[T]):
 
 @dataclass(frozen=True)
 class WeightLevels(Generic[T]):
-    """Weights of tokens, and their means over the tokens of each row and over the rows of each prompt."""
+    """Weights of tokens, and their means over the tokens of each sequence and over the sequences of each prompt."""
 
     tokens: WeightSums[T]
-    rows: WeightSums[T]
+    sequences: WeightSums[T]
     prompts: WeightSums[T] | None = None
     """None: groups are unknown."""
 
@@ -103,35 +103,19 @@ class WeightTotals(Generic[T]):
 
     applied: WeightLevels[T]
     raw: WeightLevels[T] | None
-    """Before the threshold: with full diagnostics, and where all tokens of a row share one weight."""
-
-
-@dataclass(frozen=True)
-class RuleSums(Generic[T]):
-    """What one rejection rule found in each sequence."""
-
-    mean: T
-    """The statistic of the sequence; of a rule on tokens the mean over them."""
-    total: T
-    """Sum over tokens."""
-    clamped: Moments[T]
-    extremes: Extremes[T]
-    """As in ``RuleTotals``."""
-    above: T
-    """Tokens, or 1 for a sequence, above the rule's bounds."""
-    below: T
+    """Before the threshold: with full diagnostics, and where all tokens of a sequence share one weight."""
 
 
 @dataclass(frozen=True)
 class RuleTotals(Generic[T]):
-    """The statistic of one rejection rule, over tokens or, for ``seq_*`` rules, over rows."""
+    """The statistic of one rejection rule, over tokens or, for ``seq_*`` rules, over sequences."""
 
     clamped: Moments[T]
-    """Clamped to the rule's bounds and counted from the one nearest to 0, over tokens: of ``seq_*`` the row's on each of them."""
+    """Clamped to the rule's bounds and counted from the one nearest to 0, over tokens: of ``seq_*`` the sequence's on each."""
     extremes: Extremes[T]
-    rows: Moments[T]
-    """Over rows; for rules of tokens the mean over a row's tokens."""
-    row_extremes: Extremes[T]
+    sequences: Moments[T]
+    """Over sequences; for rules on tokens the mean over those of each."""
+    sequence_extremes: Extremes[T]
 
 
 @dataclass(frozen=True)
@@ -169,23 +153,23 @@ class FullTotals(Generic[T]):
     """Over tokens."""
     token_ratios: Moments[T]
     """Of ``rho - 1``."""
-    row_ratios: Moments[T]
-    """Of the product of a row's ratios, less 1."""
+    sequence_ratios: Moments[T]
+    """Of the product of a sequence's ratios, less 1."""
     turns: tuple[Gap[T], ...]
     """By turn of the policy; the last holds all later ones."""
     splits: Means[T]
-    """Metrics of some group of rows or tokens, by name, left out where nothing is in it."""
+    """Metrics of some group of sequences or tokens, by name, left out where nothing is in it."""
 
 
 @dataclass(frozen=True)
 class Totals(Generic[T]):
-    """Everything that is measured of some rows, before rejection."""
+    """Everything that is measured of some sequences, before rejection."""
 
     gap: Gap[T]
     """Over the response tokens with two finite log-probs."""
     response_tokens: T
     kept_tokens: T
-    kept_rows: T
+    kept_sequences: T
     """Rows with a kept token."""
     means: Means[T]
     log_ppl_diff: Extremes[T]
@@ -203,52 +187,68 @@ class Totals(Generic[T]):
 
 
 @dataclass(frozen=True)
-class SequenceSums(Generic[T]):
-    """Tokens of sequences, and the log-ratios of their products; float64 ``[B]``."""
+class SequenceSums:
+    """Tokens of sequences, and the logarithms of the products of their ratios; float64 ``[B]``."""
 
-    tokens: T
+    tokens: Tensor
     """Valid tokens: response tokens with two finite log-probs."""
-    response_tokens: T
-    log_ratio: T
+    response_tokens: Tensor
+    log_ratio: Tensor
     """``sum_t l_t`` over the valid tokens, unbounded."""
 
     @property
-    def real(self: "SequenceSums[Tensor]") -> Tensor:
+    def real(self) -> Tensor:
         """1 for sequences with valid tokens, which means over sequences are taken of, and 0 for all others."""
         return self.tokens.clamp_max(1.0)
 
-    def mean(self: "SequenceSums[Tensor]", sums: Tensor) -> Tensor:
+    def mean(self, sums: Tensor) -> Tensor:
         """Means over the valid tokens of each sequence, from their sums; 0 for sequences without any."""
         return sums / self.tokens.clamp_min(1.0)
 
 
 @dataclass(frozen=True)
-class TokenSums(Generic[T]):
+class RuleSums:
+    """What one rejection rule found in each sequence, ``[B]``."""
+
+    mean: Tensor
+    """The statistic of the sequence; of a rule on tokens the mean over them."""
+    total: Tensor
+    """Sum over tokens."""
+    clamped: Moments[Tensor]
+    extremes: Extremes[Tensor]
+    """Both as in ``RuleTotals``."""
+    above: Tensor
+    """Tokens, or 1 for a sequence, above the rule's bounds."""
+    below: Tensor
+
+
+@dataclass(frozen=True)
+class TokenSums:
     """What the tokens of sequences add up to, ``[B]``: all that needs a look at single tokens."""
 
-    sums: SequenceSums[T]
-    gap: Gap[T]
-    train: T
+    sums: SequenceSums
+    gap: Gap[Tensor]
+    train: Tensor
     """Log-probs under the train policy."""
-    ratios: Moments[T]
+    ratios: Moments[Tensor]
     """``rho - 1``."""
-    kept: T
+    kept: Tensor
     """Response tokens that are not rejected by themselves."""
-    below_veto: T | None
-    statistics: dict[str, T]
+    below_veto: Tensor | None
+    statistics: dict[str, Tensor]
     """By name of a rule on sequences."""
-    means: Means[T]
-    rules: dict[str, RuleSums[T]]
+    means: Means[Tensor]
+    rules: dict[str, RuleSums]
     """Of rules on tokens."""
-    weights: tuple[WeightSums[T], ...]
+    weights: tuple[WeightSums[Tensor], ...]
     """Applied, and with full diagnostics raw. Empty: there are none, or all tokens of a sequence share one."""
-    raw_weight: T | None
+    raw_weight: Tensor | None
     """Their mean ``w - 1`` before the threshold."""
-    ages: tuple[AgeTotals[T], ...]
-    age: Extremes[T] | None
-    full: FullTotals[T] | None
+    ages: tuple[AgeTotals[Tensor], ...]
+    age: Extremes[Tensor] | None
+    full: FullTotals[Tensor] | None
     """Its splits are by sign of the advantage: tokens not rejected by themselves, of all."""
-    alone: dict[str, T]
+    alone: dict[str, Tensor]
     """With full diagnostics, by cause: tokens that no other cause rejects by themselves."""
 
 

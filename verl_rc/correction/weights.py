@@ -56,7 +56,7 @@ def importance_weights(ratio: LogRatio, settings: WeightSettings, weighted: Tens
     return Weights(logs, raw, excess, applied)
 
 
-def sequence_weights(sums: SequenceSums[Tensor], settings: WeightSettings) -> tuple[Tensor, Tensor, Tensor]:
+def sequence_weights(sums: SequenceSums, settings: WeightSettings) -> tuple[Tensor, Tensor, Tensor]:
     """One weight for all tokens of a sequence, ``[B]``: its logarithm, and ``w - 1`` before and after the threshold.
 
     sequence: ``exp(sum_t l_t)``, the unbiased ratio of whole responses. geometric: ``exp(mean_t l_t)``, which does not grow with
@@ -88,7 +88,7 @@ def token_weight_means(weights: Weights, threshold: Threshold, ratio: LogRatio) 
     return means if threshold.lower is None else {**means, "rollout_is_oob_ratio": Mean(high + low, tokens)}
 
 
-def weight_totals(found: TokenSums[Tensor], settings: WeightSettings) -> tuple[WeightTotals[Tensor], Means[Tensor]]:
+def weight_totals(found: TokenSums, settings: WeightSettings) -> tuple[WeightTotals[Tensor], Means[Tensor]]:
     """What every sequence adds to the weights' statistics, and to the metrics that are shares."""
     sums, bounds, raw_mean = found.sums, settings.threshold, found.raw_weight
     if raw_mean is None:  # all tokens of a sequence share one weight
@@ -122,8 +122,8 @@ def with_prompts(weights: WeightTotals[Tensor], group_slots: Tensor) -> WeightTo
     """Add the level of prompts, ``[B]``: a prompt's weight is the mean over its sequences with valid tokens."""
 
     def of_prompts(levels: WeightLevels[Tensor]) -> WeightLevels[Tensor]:
-        rows = levels.rows.excess
-        count, total = (torch.zeros_like(column).index_add_(0, group_slots, column) for column in (rows.count, rows.total))
+        of = levels.sequences.excess
+        count, total = (torch.zeros_like(column).index_add_(0, group_slots, column) for column in (of.count, of.total))
         return replace(levels, prompts=weighted_sums(total / count.clamp_min(1.0), count.clamp_max(1.0)))
 
     return WeightTotals(of_prompts(weights.applied), None if weights.raw is None else of_prompts(weights.raw))

@@ -194,4 +194,4 @@ def correct_current(
 def kept_counts(statistics: CorrectionStatistics) -> MiniBatchCounts:
     """Tokens that are kept, and rows with at least one such token, of the rows measured."""
     totals = statistics.numbers().totals
-    return MiniBatchCounts(int(totals.kept_tokens), int(totals.kept_rows))
+    return MiniBatchCounts(int(totals.kept_tokens), int(totals.kept_sequences))

@@ -39,7 +39,7 @@ def test_records_are_mapped_number_by_number_in_one_order() -> None:
     record = FullTotals(
         log_ratio=Extremes(1, 2),
         token_ratios=Moments(3, 4, 5),
-        row_ratios=Moments(6, 7, 8),
+        sequence_ratios=Moments(6, 7, 8),
         turns=(Gap(9, 10, 11), Gap(12, 13, 14)),
         splits={"b": Mean(15, 16), "a": Mean(17, 18)},
     )
