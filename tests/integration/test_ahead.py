@@ -39,6 +39,23 @@ def test_ages_are_those_of_the_rule(whole_ahead: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_steps_a_publication_by_completion_and_without_prompts_that_tell_nothing(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    mode = ["async_training.trigger_parameter_sync_step=2", "async_training.order=ready", "algorithm.filter_groups.enable=True"]
+    result = train([*overrides, *AHEAD, *mode, "async_training.max_token_age=2", *of_folder(tmp_path)])
+    assert result.returncode == 0, result.stderr[-3000:]
+    metrics = metrics_of(tmp_path)
+    check_names({name for line in metrics.values() for name in line} - {"step"})
+    assert committed(tmp_path) == [2, 4]
+    assert all(metrics[step]["async/group_age/max"] <= 3 for step in (1, 2, 3, 4))
+    assert [step for step in metrics if "val-core/digits/acc/mean@1" in metrics[step]] == [0, 2, 4]
+    assert all(metrics[step]["actor/grad_norm"] > 0 for step in (2, 3))  # step 4 is trained on older tokens
+    assert "the trainer waited for samples" in result.stdout
+    assert not left_over_processes()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "point"),
     [

@@ -46,7 +46,7 @@ _LENGTH_RATIO_STEPS, _LENGTH_RATIO_ERROR = 20, 0.02
 
 def open_supply(services: Services, state: RunState) -> "SynchronousSupply | AsynchronousSupply":
     """The supply that ``async_training`` asks for."""
-    synchronous = services.config.async_training.is_synchronous
+    synchronous, WHILE_WAITING.work = services.config.async_training.is_synchronous, None
     return SynchronousSupply(services, state) if synchronous else AsynchronousSupply(services, state)
 
 
@@ -131,10 +131,12 @@ class AsynchronousSupply:
         admission = Admission(batch, options.trigger_parameter_sync_step, options.staleness, services.total_steps * batch)
         self._now = _resumed(admission, services, state)
         self._now.admission = self._now.admission.publish(state.step)  # by ``train.start``, before anything is admitted
-        oldest = max([options.oldest, *_ages_to_come(self._now.groups.values(), state.step, batch)])
+        late, oldest = options.max_off_policy_strategy, options.oldest
+        if late == "wait":
+            oldest = max([oldest, *_ages_to_come(self._now.groups.values(), state.step, batch)])
         if oldest > options.oldest:
             say("groups of the checkpoint are trained on first, up to %d steps old, the bound is %d", oldest, options.oldest)
-        self._rule = ReplayRule(options.resolved_order, batch, oldest, options.max_off_policy_strategy)
+        self._rule = ReplayRule(options.resolved_order, batch, oldest, late)
         self._cuts = options.on_update != "finish"
         """Whether a publication cuts what is under way."""
         self._stepped: int | None = None

@@ -45,10 +45,8 @@ class NextBatch:
 
     numbers: tuple[int, ...] = ()
     """B groups to train on now, in the order of their rows; empty: not yet."""
-    missing: int = 0
-    """Decided groups that are missing to fill a batch."""
     awaited: tuple[int, ...] = ()
-    """Groups that must be decided before any batch can be made, in ascending order; empty when any ``missing`` will do."""
+    """Groups that must be decided before any batch can be made, in ascending order; empty when any will do."""
     dropped: tuple[int, ...] = ()
     """Groups that are too old for ever, decided or not: they are to be replaced, before anything else."""
 
@@ -68,7 +66,7 @@ def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> Next
     batch, later = decided[: rule.batch], decided[rule.batch :]
     dropped = tuple(sorted(too_old))
     if len(batch) < rule.batch:
-        return NextBatch(missing=rule.batch - len(batch), dropped=dropped)
+        return NextBatch(dropped=dropped)
     undecided = [group for group in left if not group.decided]
     newest = _newest_that_does_not_fit([*undecided, *later], trained, rule) if rule.late == "wait" else None
     awaited = tuple(group.number for group in undecided if newest is not None and group.version <= newest)
@@ -81,8 +79,7 @@ def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
     undecided = tuple(group.number for group in first if not group.decided)
     if len(first) == rule.batch and not undecided:
         return NextBatch(tuple(group.number for group in first))
-    num_decided = sum(group.decided for group in groups)
-    return NextBatch(missing=max(0, rule.batch - num_decided), awaited=undecided)
+    return NextBatch(awaited=undecided)
 
 
 def _newest_that_does_not_fit(left: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:

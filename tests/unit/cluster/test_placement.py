@@ -58,6 +58,22 @@ def test_what_works_at_the_same_time_needs_cores_of_its_own(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("hybrid", "threads"), [(True, (8, 8)), (False, (4, 4))])
+def test_steps_between_publications_overlap_with_sampling_on_devices_of_their_own_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hybrid: bool, threads: tuple[int, int]
+) -> None:
+    several = ["async_training.trigger_parameter_sync_step=2", "algorithm.rollout_correction.preset=disabled"]
+    config = small_run_config(tmp_path, *several, f"actor_rollout_ref.hybrid_engine={hybrid}")
+    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
+    assert placement._threads(config, "cpu", 1) == threads
+    assert config.overlaps is not hybrid
+    monkeypatch.setattr(placement, "usable_cores", lambda: 1)
+    if not hybrid:
+        with pytest.raises(ConfigError, match=r"pass async_training\.trigger_parameter_sync_step=1"):
+            plan_placement(config)
+
+
+@pytest.mark.usefixtures("cluster")
 def test_places_that_others_hold_are_waited_for_as_long_as_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
 

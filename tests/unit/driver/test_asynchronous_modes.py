@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from compared_runs import NOT_OF_THE_TRAINING
 from formula_run import Scorer, World, live, without_processes
+from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.cluster import remote
@@ -24,6 +25,7 @@ from verl_rc.data.batches import Timed, TokenBatch, TokenScores
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver import train
 from verl_rc.driver.services import StoppedByAlertError
+from verl_rc.driver.setup import steps_of_run
 from verl_rc.driver.supply import AsynchronousSupply
 from verl_rc.ppo.guards import TooManyFailedGroupsError
 from verl_rc.ppo.number_ranges import NumberRanges
@@ -246,6 +248,17 @@ def test_a_run_of_several_steps_per_publication_resumes_to_the_bit(tmp_path: Pat
     assert [samples(tmp_path / "again", step) for step in (5, 6, 7)] == [
         samples(tmp_path / "whole", step) for step in (5, 6, 7)
     ]
+
+
+@pytest.mark.parametrize("mode", [LEAD, {"trigger_parameter_sync_step": 3}])
+def test_schedules_have_the_steps_of_the_synchronous_run(tmp_path: Path, mode: dict[str, Any]) -> None:
+    """T18: learning rates follow the number of steps, which is known before the first model is built."""
+    given = ["trainer.total_epochs=2", "trainer.total_training_steps=7", OWN_DEVICES]
+    config = small_run_config(tmp_path, *given)
+    section = config.async_training.model_copy(update=mode)
+    asynchronous = config.model_copy(update={"async_training": section})
+    for steps_of_epoch in (2, 3, 9):
+        assert steps_of_run(asynchronous, steps_of_epoch) == steps_of_run(config, steps_of_epoch)
 
 
 def test_only_published_weights_are_validated(tmp_path: Path) -> None:

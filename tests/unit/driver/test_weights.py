@@ -108,3 +108,13 @@ def test_more_losses_than_allowed_end_the_run_with_the_last(machine: Machine, li
     with pytest.raises(RemoteError, match=expected):
         weights.publish(run_on(machine, limit), RunState(), 5, StepRecord())
     assert [step for step in machine.done if step[0] == "replace"] == [("replace", [0])] * limit
+
+
+def test_canaries_count_publications(machine: Machine) -> None:
+    """Of weights that are published every third step, every second version has them; the last one may come early."""
+    run = run_on(machine, limit=0)
+    run.config.actor_rollout_ref.rollout.sync_proof.canary_freq = 2  # type: ignore[misc]
+    run.config.async_training = AsyncTrainingConfig(trigger_parameter_sync_step=3)  # type: ignore[misc]
+    for version in (3, 6, 9, 11):
+        weights.publish(run, RunState(), version, StepRecord())
+    assert [step[1] for step in machine.done if step[0] == "canary"] == [6, 11]

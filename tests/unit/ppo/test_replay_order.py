@@ -26,13 +26,13 @@ def test_in_order_of_admission_every_lower_number_is_decided_first() -> None:
     waiting = groups((7, 1, True), (4, 0, True), (5, 0, False), (6, 1, True))
     assert next_batch(waiting, 2, IN_ORDER) == NextBatch(awaited=(5,))
     assert next_batch([one for one in waiting if one.number != 5], 2, IN_ORDER).numbers == (4, 6)  # 5 was filtered
-    assert next_batch(groups((4, 0, True)), 2, IN_ORDER) == NextBatch(missing=1)
+    assert next_batch(groups((4, 0, True)), 2, IN_ORDER) == NextBatch()
 
 
 def test_in_order_of_completion_the_oldest_version_goes_first() -> None:
     waiting = groups((4, 0, False), (5, 1, True), (6, 0, True), (7, 1, True))
     assert next_batch(waiting, 2, READY).numbers == (6, 5)
-    assert next_batch(waiting[:2], 2, READY) == NextBatch(missing=1)
+    assert next_batch(waiting[:2], 2, READY) == NextBatch()
 
 
 def test_a_group_that_could_not_be_trained_later_is_waited_for() -> None:
@@ -60,7 +60,7 @@ def test_what_is_too_old_is_dropped_where_that_was_asked_for() -> None:
     rule = ReplayRule("ready", batch=1, oldest=1, late="drop")
     waiting = groups((1, 0, False), (2, 0, True), (3, 2, True))
     assert next_batch(waiting, 3, rule) == NextBatch((3,), dropped=(1, 2))
-    assert next_batch(waiting[:2], 3, rule) == NextBatch(missing=1, dropped=(1, 2))
+    assert next_batch(waiting[:2], 3, rule) == NextBatch(dropped=(1, 2))
     assert next_batch(waiting, 2, rule).numbers == (2,)
 
 

@@ -73,6 +73,21 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
     ),
     ({}, ["async_training.partial_rollout", "the run is synchronous"], []),
     (
+        {**AHEAD, f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.99_1.01"},
+        ["rollout_rs=seq_mean_k1 rejects whole rows outside a band that is made for two implementations of one policy"],
+        [],
+    ),
+    ({**AHEAD, **REJECTION}, [], ["rejects whole rows outside a band"]),
+    (
+        {
+            "async_training.trigger_parameter_sync_step": 2,
+            "algorithm.adv_estimator": "reinforce_plus_plus",
+            **TOKEN_WEIGHTS,
+        },
+        ["whitens over the batch, which is that of one step: 10 prompts, not those of all 2 steps of a publication"],
+        [],
+    ),
+    (
         {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", **TOKEN_WEIGHTS},
         ["π / π_roll, with π detached", "no ratio, no clip", "current over rollout policy", "updates per step without a clip"],
         ["old_log_prob actor", "ε_low"],
