@@ -14,7 +14,10 @@ from torch import Tensor
 from verl_rc.checkpoint import CheckpointStore, SavedRun, shards_problem
 from verl_rc.checkpoint.shard_folder import read_metadata
 
-NOT_OF_THE_TRAINING = ("timing_", "perf/", "sync/canary", "recovery/", "trainer/idle_ratio", "async/wait_for_oldest_s")
+NOT_OF_THE_TRAINING = (
+    *("timing_", "perf/", "sync/canary", "recovery/", "trainer/idle_ratio"),
+    *("async/wait_for_oldest_s", "async/pause_seconds"),
+)
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:

@@ -78,9 +78,9 @@ class World:
     def begin_steps(self) -> None:
         pass
 
-    def collect_parts(self, on_loss: Any = None) -> list[int]:
+    def collect_parts(self, on_loss: Any = None) -> tuple[list[int], dict[int, Any]]:
         """No update cuts a response: each is sampled at once."""
-        return []
+        return [], {}
 
     def parts(self, number: int) -> tuple[list[Part], int]:
         return [], 0

@@ -238,8 +238,11 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
     engine.call("after_steps", 12)
     change(model, seed=21)
     publish(sender, engine, 21)
-    numbers, parts = engine.call("parts")
-    assert numbers == list(range(16))
+    interrupted = engine.call("interrupted")
+    parts = interrupted.completions
+    assert interrupted.numbers == list(range(16))
+    assert interrupted.recomputed_tokens == sum(len(sample.request.prompt_token_ids) + 12 for sample in wanted)
+    assert interrupted.pause_seconds > 0
     assert parts.response_lengths.unique().tolist() == [12]
     assert parts.policy_versions[:, :12].unique().tolist() == [20]
     engine.call("after_steps", 100)
@@ -287,8 +290,10 @@ def test_a_cache_that_is_kept_serves_its_own_response_and_no_other(
     change(model, seed=31)
     publish(sender, engine, 31)
     assert gap_to_model(model, engine, 31) < 1e-4  # its prompt is in the cache, with keys and values of version 30
-    numbers, parts = engine.call("parts")
-    assert numbers == list(range(8))
+    interrupted = engine.call("interrupted")
+    parts = interrupted.completions
+    assert interrupted.numbers == list(range(8))
+    assert interrupted.recomputed_tokens == 0
     assert parts.policy_versions[:, :12].unique().tolist() == [30]
     engine.call("after_steps", 100)
     for number, row in collect(engine, 8).items():

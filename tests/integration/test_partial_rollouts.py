@@ -49,7 +49,7 @@ def test_responses_have_several_versions_and_canaries_prove_each(whole_partial: 
 @pytest.mark.parametrize(
     ("victim", "point"),
     [
-        ("driver", ("verl_rc.driver.stages:update_actor", "3", "0.01")),  # the checkpoint of step 2 holds parts of version 1
+        ("driver", ("verl_rc.driver.stages:update_actor", "3", "before")),  # the checkpoint of step 2 holds parts of version 1
         ("driver", ("verl_rc.driver.supply:weights.collect_parts", "2", "before")),
     ],
 )

@@ -20,6 +20,7 @@ from verl_rc.cluster.remote import (
 from verl_rc.data.batches import Completions, Timed
 from verl_rc.data.parts import Answer, Part
 from verl_rc.metrics.trace import TRACE
+from verl_rc.rollout.response import Interrupted
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.manifest import Manifest
@@ -213,19 +214,25 @@ class EngineGroup:
         self._tell_all("cancel", list(numbers))
         self._work.discard(numbers)
 
-    def collect_parts(self, on_loss: OnLoss | None = None) -> list[int]:
+    def collect_parts(self, on_loss: OnLoss | None = None) -> tuple[list[int], dict[int, Interrupted]]:
         """Fetch samples that have ended, and of the others what they had when the last update began, without waiting.
 
         A lost engine's samples continue from there on another one. Losses are dealt with as in ``collect``.
 
         Returns:
-            The numbers of samples that can be taken, in ascending order; ``parts`` gives those of the others.
+            The numbers of samples that can be taken, in ascending order; and what each busy engine said of the update. ``parts``
+            gives what is known of the other samples.
         """
-        busy = self._work.busy_engines()
-        self._record({engine: self._engines[engine].call("parts") for engine in busy}, self._work.record_parts, on_loss)
+        busy, interrupted = self._work.busy_engines(), dict[int, Interrupted]()
+
+        def record(answers: Mapping[int, Interrupted]) -> None:
+            self._work.record_parts(answers)
+            interrupted.update(answers)
+
+        self._record({engine: self._engines[engine].call("interrupted") for engine in busy}, record, on_loss)
         ended = {engine: self._engines[engine].call("collect", 0, 0.0, what="generate") for engine in busy}
         self._record(ended, self._work.record, on_loss)
-        return self._work.finished()
+        return self._work.finished(), interrupted
 
     def parts(self, number: int) -> tuple[list[Part | Answer], int]:
         """What ``collect_parts`` found of an unfinished sample's response, with what it was submitted with, and the number of its

@@ -6,6 +6,7 @@ from itertools import count, groupby
 
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import Answer, Part, row_parts
+from verl_rc.rollout.response import Interrupted
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 
@@ -91,11 +92,11 @@ class EngineWork:
                 self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
                 self._batches.append(completions if len(known) == len(numbers) else completions[known])
 
-    def record_parts(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
+    def record_parts(self, answers: Mapping[int, Interrupted]) -> None:
         """Note how far each engine had come with unfinished samples at its last update: another engine continues from there."""
-        for engine, (numbers, completions) in answers.items():
-            mine = self._unfinished[engine]
-            for row, number in enumerate(numbers):
+        for engine, answer in answers.items():
+            mine, completions = self._unfinished[engine], answer.completions
+            for row, number in enumerate(answer.numbers):
                 if number in mine:
                     request = replace(mine[number].request, parts=row_parts(completions, row))
                     if completions.tool_calls is not None:

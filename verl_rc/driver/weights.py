@@ -13,6 +13,7 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.trace import TRACE
 from verl_rc.ppo.choices import log_prob_limit
 from verl_rc.rollout.collect import build_rollout_batch, check_versions
+from verl_rc.rollout.response import Interrupted
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 
@@ -87,8 +88,22 @@ def wait_for(services: Services, state: RunState, numbers: Sequence[int], versio
 
 def collect_parts(services: Services, state: RunState, version: int, record: StepRecord) -> list[int]:
     """After an update under running requests: the numbers of those that have ended; the group of engines knows how far the
-    others were. Lost engines are dealt with as in ``collect``."""
-    return services.engines.collect_parts(_replacing(services, state, version, record))
+    others were. Reports what the update cost. Lost engines are dealt with as in ``collect``."""
+    ended, interrupted = services.engines.collect_parts(_replacing(services, state, version, record))
+    record.add(pause_metrics(list(interrupted.values())))
+    return ended
+
+
+def pause_metrics(interrupted: Sequence[Interrupted]) -> dict[str, float]:
+    """What an update cost the engines that were at work; nothing where none was."""
+    if not interrupted:
+        return {}
+    pauses = [one.pause_seconds for one in interrupted]
+    return {
+        "async/pause_seconds/mean": sum(pauses) / len(pauses),
+        "async/pause_seconds/max": max(pauses),
+        "async/recomputed_tokens": float(sum(one.recomputed_tokens for one in interrupted)),
+    }
 
 
 def _replacing(services: Services, state: RunState, version: int, record: StepRecord) -> OnLoss:

@@ -1,7 +1,8 @@
 """A vLLM engine in this process: token ids in; token ids, log-probs and weight versions out."""
 
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from verl_rc.data.batches import Completions
-from verl_rc.rollout.response import UNKNOWN, Ended, Response
+from verl_rc.rollout.response import UNKNOWN, Ended, Interrupted, Response
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Box, Sample, StepLoop
 from verl_rc.rollout.vllm_sampler import VllmSampler
@@ -34,8 +35,10 @@ class RolloutEngine:
         self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
         self._box: Box = []
         self._on_update = options.on_update
-        self._parts: tuple[list[int], Completions] = ([], self._collect([]))
-        """Numbers and tokens so far of the samples that were running when the last update began."""
+        self._interrupted = Interrupted([], self._collect([]))
+        """By the last update."""
+        self._paused_at = 0.0
+        """When the last update began, ``time.perf_counter`` seconds."""
         self._loop = StepLoop(partial(VllmSampler, options))
         if options.deterministic_steps is not None:
             self._loop.call(lambda _: self._loop.limit(0))
@@ -75,12 +78,13 @@ class RolloutEngine:
         """
 
         def begin(sampler: VllmSampler) -> None:
+            self._paused_at = time.perf_counter()
             if self._options.deterministic_steps is not None:
                 self._loop.limit(0)
-            if self._on_update == "recompute":
-                self._loop.cut(sampler)
-            so_far = sorted(self._loop.so_far(sampler), key=itemgetter(0))
-            self._parts = [number for number, _ in so_far], self._collect([response for _, response in so_far])
+            cut = self._loop.cut(sampler) if self._on_update == "recompute" else []
+            so_far: dict[int, Response] = dict(sorted(self._loop.so_far(sampler), key=itemgetter(0)))
+            again = sum(len(one.request.prompt_token_ids) + len(so_far[one.number].token_ids) for one in cut)
+            self._interrupted = Interrupted(list(so_far), self._collect(list(so_far.values())), recomputed_tokens=again)
             sampler.llm.start_weight_update()
 
         waits = self._on_update == "finish" or self._options.deterministic_steps is not None
@@ -96,7 +100,9 @@ class RolloutEngine:
     def finish_update(self, version: int) -> list[dict[str, Any]]:
         """End the update as ``version`` and reset the prefix cache; returns a receipt per worker."""
         self._end_update(version)
-        return self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_receipt"), release="update")
+        receipts = self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_receipt"), release="update")
+        self._interrupted = replace(self._interrupted, pause_seconds=time.perf_counter() - self._paused_at)
+        return receipts
 
     def abandon_update(self) -> None:
         """Close an update that broke off. Sampling pauses until another one is finished, because the weights are a mixture."""
@@ -108,12 +114,9 @@ class RolloutEngine:
         if self._on_update != "keep":
             self.reset_prefix_cache()
 
-    def parts(self) -> tuple[list[int], Completions]:
-        """Submitted samples that were running when the last update began, with their tokens before it.
-
-        Returns numbers in ascending order and one row for each.
-        """
-        return self._parts
+    def interrupted(self) -> Interrupted:
+        """What the last update did to samples that were submitted."""
+        return self._interrupted
 
     def begin_steps(self) -> None:
         """Make ``EngineOptions.deterministic_steps`` steps with the weights that the engine holds, if that is given.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl_rc.data.batches import Completions
 from verl_rc.data.parts import Part
 from verl_rc.rollout.sampling import GenerationRequest, part_seed, turn_seed
 
@@ -143,3 +144,17 @@ def sampled_log_probs(output: Output, row: int) -> list[float]:
     if [flat.token_ids[start] for start in first] != list(output.token_ids):
         raise ValueError(f"the log-probs of request {row} must belong to its sampled tokens, the engine returned others.")
     return [flat.logprobs[start] for start in first]
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """What a weight update interrupted, of one engine."""
+
+    numbers: list[int]
+    """Of the samples that had begun and not ended, ascending."""
+    completions: Completions
+    """A row for each: its tokens before the update."""
+    pause_seconds: float = 0.0
+    """From the last step before the update until steps could be made again."""
+    recomputed_tokens: int = 0
+    """Tokens of prompts and responses that the engine has to compute again."""

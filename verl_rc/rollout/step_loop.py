@@ -200,12 +200,14 @@ class StepLoop(Generic[S]):
 
     # in the owning thread: for actions
 
-    def cut(self, sampler: S) -> None:
-        """Cut all running samples without priority; they go on when steps may be made again."""
+    def cut(self, sampler: S) -> list[Sample]:
+        """Cut all running samples without priority and return them; they go on when steps may be made again."""
         keys = [key for key, submitted in self._running.items() if not submitted.sample.ahead]
         sampler.cut(keys)
-        for key in keys:
-            self._wait(int(key), self._running.pop(key))
+        cut = [self._running.pop(key) for key in keys]
+        for key, submitted in zip(keys, cut, strict=True):
+            self._wait(int(key), submitted)
+        return [submitted.sample for submitted in cut]
 
     def cancel(self, sampler: S, numbers: Collection[int]) -> None:
         """Drop these samples without priority, whether they run, wait or are away; those that have ended stay in their box."""

@@ -10,7 +10,7 @@ from verl_rc.cluster import engine_group
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
-from verl_rc.data.batches import Completions
+from verl_rc.rollout.response import Interrupted
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
@@ -37,7 +37,7 @@ class Engine:
         self.ended: list[Sample] = []
         self.failure: RemoteError | None = None
         self.replaced = 0
-        self.cut: tuple[list[int], Completions] = ([], completions([]))
+        self.cut = Interrupted([], completions([]))
         self.told: list[Any] = []
         self.parts: list[list[int]] = []
         """Tokens that each submitted sample came with."""
@@ -53,7 +53,7 @@ class Engine:
             self.ended += samples
             self.parts += [[int(token) for part in sample.request.parts for token in part.token_ids] for sample in samples]
             return Call(None)
-        if method == "parts":
+        if method == "interrupted":
             return Call(self.cut)
         if method in ("begin_steps", "require", "cancel"):
             self.told.append((method, *arguments))
@@ -157,9 +157,11 @@ def test_what_an_update_cut_is_known_and_a_lost_engines_samples_continue_from_th
     numbers = group.submit(requests(10, 11, 12, 13), OPTIONS)
     for engine, (number, token) in zip(engines, [(1, 51), (3, 53)], strict=True):
         engine.ended = engine.ended[:1]  # the other one still runs
-        engine.cut = ([number], completions([token]))
+        engine.cut = Interrupted([number], completions([token]), pause_seconds=number, recomputed_tokens=10)
     monkeypatch.setattr(Engine, "call", whole_answers(Engine.call))
-    assert group.collect_parts() == [0, 2]
+    ended, interrupted = group.collect_parts()
+    assert ended == [0, 2]
+    assert {engine: one.pause_seconds for engine, one in interrupted.items()} == {0: 1, 1: 3}
     assert group.take([0, 2]).responses[:, 0].tolist() == [10, 12]
     assert [[part.token_ids.tolist() for part in group.parts(number)[0]] for number in (1, 3)] == [[[51]], [[53]]]
     engines[1].failure = DEAD

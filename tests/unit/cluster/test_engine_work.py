@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from seed_completions import completions
 
 from verl_rc.cluster.engine_work import EngineWork, assign
+from verl_rc.rollout.response import Interrupted
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
@@ -108,7 +109,7 @@ def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is
     work.record({0: ([0], completions([0]))})
     rows = completions([70, 71, 99])
     rows.policy_versions = torch.tensor([[4], [4], [4]])
-    work.record_parts({0: ([0, 1, 99], rows), 1: ([], completions([]))})
+    work.record_parts({0: Interrupted([0, 1, 99], rows), 1: Interrupted([], completions([]))})
     (continued,) = work.unfinished(0)
     assert continued.request.seed == 1
     assert [(part.token_ids.tolist(), part.version) for part in continued.request.parts] == [([71], 4)]

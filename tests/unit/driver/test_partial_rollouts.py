@@ -78,9 +78,9 @@ class Cutting(World):
             self.waited.append(self.missing(number))
             self.grow(number, WIDTH)
 
-    def collect_parts(self, on_loss: Any = None) -> list[int]:
+    def collect_parts(self, on_loss: Any = None) -> tuple[list[int], dict[int, Any]]:
         self.told = {number: list(parts) for number, parts in self.grown.items()}
-        return [number for number in self.grown if not self.missing(number)]
+        return [number for number in self.grown if not self.missing(number)], {}
 
     def parts(self, number: int) -> Sequence[Part]:
         return self.told[number]
@@ -214,12 +214,12 @@ class Losing(Cutting):
         super().__init__()
         self.at, self.calls = at, 0
 
-    def collect_parts(self, on_loss: Any = None) -> list[int]:
+    def collect_parts(self, on_loss: Any = None) -> tuple[list[int], dict[int, Any]]:
         self.calls += 1
         if self.calls == self.at:
             self.grown = {number: list(parts) for number, parts in self.told.items()}
             on_loss(EnginesLostError({0: ProcessLostError("rollout engine 0 died")}, {}), len(self.grown))
-            return []
+            return [], {}
         return super().collect_parts(on_loss)
 
     def replace(self, engines: Sequence[int]) -> list[Any]:

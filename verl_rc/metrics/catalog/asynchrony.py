@@ -15,6 +15,9 @@ _OF_DRIVER = tuple(
         ("async/wait_for_oldest_s", "s", "part of timing_s/gen with enough groups, in which older ones were missing", None),
         ("async/failed_groups", "1", "groups that failed twice in the step and were replaced", None),
         ("async/dropped_tokens", "1", "tokens of groups that were dropped for their age in the step", None),
+        ("async/pause_seconds/mean", "s", "mean over busy engines of the pause between two steps for an update", None),
+        ("async/pause_seconds/max", "s", "longest such pause; to compute cut responses again comes on top", None),
+        ("async/recomputed_tokens", "tokens", "prompts and responses so far that an update made engines compute again", None),
         ("async/length_ratio", "1", "mean tokens of a trained group / of a sampled one, over the run so far", None),
     )
 )

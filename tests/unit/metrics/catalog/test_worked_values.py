@@ -31,7 +31,7 @@ from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import describe_batch, describe_correction, judge_gap, update_actor
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply import AsynchronousSupply, _age_metrics, _decided_metrics, _StepTotals
-from verl_rc.driver.weights import judge_canary, publish
+from verl_rc.driver.weights import judge_canary, pause_metrics, publish
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
@@ -39,6 +39,7 @@ from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_
 from verl_rc.ppo.objective import policy_objective, value_objective
 from verl_rc.ppo.train_batch import _rewards
 from verl_rc.rewards.sample import RewardOutput
+from verl_rc.rollout.response import Interrupted
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
 from verl_rc.weight_sync.proof import GapLimit, LogProbGap
 from verl_rc.workers.critic_worker import CriticWorker
@@ -475,6 +476,13 @@ def groups_that_left_untrained():
 
 
 @example
+def an_update_under_running_responses():
+    """Of two engines: one was held up for half a second, and computes 30 tokens again."""
+    found = pause_metrics([Interrupted([3], None, 0.5, 30), Interrupted([], None, 0.25, 0)])
+    return found, under("async/", {"pause_seconds/mean": 0.375, "pause_seconds/max": 0.5, "recomputed_tokens": 30})
+
+
+@example
 def responses_of_several_versions():
     """The trainer holds version 5. Tokens of versions 3, 3, 5 and of version 4, and of one that is no response token."""
     versions, mask = torch.tensor([[3, 3, 5], [4, 4, -1]]), torch.tensor([[True, True, True], [True, True, False]])
@@ -658,7 +666,8 @@ def weights_on_their_way():
     manifest = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
     transport = SimpleNamespace(deliver=lambda version: (None, None))
     rollout = SimpleNamespace(sync_proof=SimpleNamespace(canary_freq=0))
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    asynchrony = SimpleNamespace(trigger_parameter_sync_step=1)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), async_training=asynchrony)
     services, record = SimpleNamespace(config=config, engines=Mock(), transport=transport, manifest=manifest), StepRecord()
     with patch("verl_rc.driver.weights.check_receipts"):
         publish(services, SimpleNamespace(canary_gap_limit=None), 1, record)
