@@ -47,7 +47,7 @@ def _low_ess(run: RunData) -> list[Statement]:
     too_long = half is not None and length is not None and length.value > half.value and _level(run) in ("sequence", "")
     if half is not None and length is not None and too_long:
         evidence |= {"half": half.value, "length": length.value}
-        template += "; with this gap, weights of whole rows lose half of it at {half:.0f} tokens, and responses have {length:.0f}"
+        template += "; with this gap, weights of whole rows lose half of it at {half:.2g} tokens, and responses have {length:.0f}"
     return [
         say(
             "correction",

@@ -27,6 +27,8 @@ LINEAR = 0.8
 """r² above which a relation is called linear."""
 ABOVE_FLOOR = 2.0
 """A gap up to so many times the first one is rounding."""
+FAR_ABOVE_FLOOR = 4.0
+"""Above it something is wrong, whatever it is: the limit of a step's gap (``sync_proof``) is as many times the first one."""
 PINNED_SLOPE = 0.1
 """Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow growth of rounding."""
 _FEWEST_FOR_LAG = 20
@@ -242,17 +244,17 @@ def _policy_distance(run: RunData, steps: Sequence[int]) -> list[float]:
 
 def _weights_never_arrive(run: RunData) -> list[Statement]:
     """Row 18: the gap is a straight line in what the policy has moved since the start."""
-    gap = gap_size(run)
-    if len(gap) < FEWEST_FOR_TREND:
+    return next((found for gap, _ in _measures(run) if (found := _kept_weights(run, gap))), [])
+
+
+def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
+    """Row 18 for one measure of the gap: old weights make sqrt(k3) large at once and then slow, the mean |log-ratio| less so."""
+    last, line = mean_of(last_part(gap)), fit_line(_policy_distance(run, gap.steps), gap.values)
+    if len(gap) < FEWEST_FOR_TREND or last is None or line is None:
         return []
-    floor, last = math.fsum(gap.values[:2]) / 2, mean_of(last_part(gap))
-    distance = _policy_distance(run, gap.steps)
-    line = fit_line(distance, gap.values)
-    if line is None or last is None or line.r_squared <= LINEAR or line.slope < PINNED_SLOPE:
+    if line.r_squared <= LINEAR or line.slope < PINNED_SLOPE or last.value < ABOVE_FLOOR * gap.values[0]:
         return []
-    if last.value < ABOVE_FLOOR * floor:
-        return []
-    evidence = {"first": floor, "last": last.value, "slope": line.slope, "r": line.r_squared}
+    evidence = {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared}
     return [
         say(
             "gap",
@@ -307,19 +309,19 @@ def _one_version_late(run: RunData) -> list[Statement]:
 
 def _size_of_gap(run: RunData) -> Statement:
     """Rows 11 and 20: no rule speaks; as at the start, or larger."""
-    measured = [
-        (series, unit)
-        for series, unit in (
-            (run.get(_GAP), "nats per token (mean |log-ratio|)"),
-            (gap_size(run) if run.has(_K3) else run.get(_K3), "nats per token (sqrt(k3))"),
-        )
-        if len(series)
-    ]
-    for gap, unit in measured:
+    measures = _measures(run)
+    for gap, unit in measures:
         change, first = change_of(gap), _at_the_start(gap)
         if change is not None and change.is_clear and change.last.value > ABOVE_FLOOR * first:
             return _grown({"first": first, "gap": change.last.value}, unit, change.last.steps)
-    return _rounding(*measured[0]) if measured else _not_measured(run)
+    return _rounding(*measures[0]) if measures else _not_measured(run)
+
+
+def _measures(run: RunData) -> list[tuple[Series, str]]:
+    """The gap by step in each of the ways in which it was logged, with its unit."""
+    root = mapped(run.get(_K3), lambda k3: math.sqrt(max(k3, 0.0)))
+    measures = [(run.get(_GAP), "nats per token (mean |log-ratio|)"), (root, "nats per token (sqrt(k3))")]
+    return [(series, unit) for series, unit in measures if len(series)]
 
 
 def _at_the_start(gap: Series) -> float:
@@ -330,7 +332,7 @@ def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Sta
     return say(
         "gap",
         "grown, cause not separable by metrics",
-        "notice",
+        "fault" if evidence["gap"] > FAR_ABOVE_FLOOR * evidence["first"] else "notice",
         f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing mass do not explain it",
         evidence,
         confidence="possible",

@@ -202,6 +202,22 @@ def test_row_19_compares_neighbouring_steps_only():
 # ---- Rows 11 and 20.
 
 
+def test_row_18_in_the_real_loop():
+    """A quickstart whose receiver kept its first weights (docs/experiment_log.md): sqrt(k3), mean |log-ratio| and ppo_kl."""
+    k3 = [0.029, 0.631, 0.701, 0.722, 0.804, 0.81, 0.82, 0.916, 0.86, 0.959, 0.96, 0.979, 0.991, 0.949, 0.926, 0.953]
+    gap = [0.018, 0.529, 0.727, 0.676, 0.868, 0.827, 0.92, 1.059, 0.943, 1.072, 1.189, 1.194, 1.132, 1.17, 1.079, 1.127]
+    moved = [0.12245, 0.0416, 0.00712, 0.00449, 0.0167, 0.02004, 0.00706, 0.00895, 0.00078, 0.00673, 0.00625, -0.00099, 0.00472]
+    metrics = {K3: [value**2 for value in k3], K1: [value**2 for value in k3], PPO_KL: [*moved, 0.00191, 0.00074, 0.00037]}
+    found = only(judge_gap(planted(metrics | {"sync/rollout_gap_mean": gap})))
+    assert (found.cause, found.row) == ("weights never arrive", 18)
+
+
+@pytest.mark.parametrize(("times", "level"), [(3.0, "notice"), (5.5, "fault")])
+def test_row_20_is_a_fault_from_four_times_the_first_gap(times, level):
+    gap = wave(0.015, 0.0, 8) + wave(0.015 * times, 0.01, STEPS - 8)
+    assert only(judge_gap(planted({"sync/rollout_gap_mean": gap}))).level == level
+
+
 @pytest.mark.parametrize(("times", "row"), [(1.7, 11), (2.6, 20)])
 def test_row_20_begins_at_twice_the_first_gap(times, row):
     k3 = [value**2 for value in ramp(0.014, 0.014 * times * 1.05)]
