@@ -30,15 +30,7 @@ from verl_rc.correction.totals import (
     Totals,
     map_totals,
 )
-from verl_rc.correction.weights import (
-    Weights,
-    sequence_weights,
-    sums_of_tokens,
-    token_weight_means,
-    weight_totals,
-    weighted_sums,
-    with_prompts,
-)
+from verl_rc.correction.weights import Weights, sums_of_tokens, token_weight_means, weight_totals, with_prompts
 from verl_rc.tensor_ops import LOG_RATIO_BOUND, bound_log_ratio
 
 NUM_AGES = NUM_TURNS = 5
@@ -166,7 +158,7 @@ def token_sums(
         rules=rules,
         weights=tuple(of_weights),
         raw_weight=raw_weight,
-        ages=() if ages is None else tuple(_by_age(ratio, ages, rejection, weights if of_weights else None)),
+        ages=() if ages is None else tuple(_by_age(ratio, ages, rejection, weights)),
         age=age,
         full=full,
         alone={name: sequence_sum(alone) for name, alone in rejection.alone.items()} if settings.full else {},
@@ -183,8 +175,9 @@ def _by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weight
         ones, response, of_weights, truncated = here * ratio.ones, sequence_sum(here * ratio.response), None, None
         gap = _gap(ratio, ones)
         if weights is not None:
-            of_weights = sums_of_tokens(weights.excess * ones, ones, gap.tokens)
-            truncated = sequence_sum((weights.raw_excess != weights.excess) * ones)
+            # Where all tokens of a sequence share a weight, each of them counts with it.
+            raw, excess = (w if w.ndim == 2 else w[:, None] for w in (weights.raw_excess, weights.excess))
+            of_weights, truncated = sums_of_tokens(excess * ones, ones, gap.tokens), sequence_sum((raw != excess) * ones)
         yield AgeTotals(gap, Mean(response - sequence_sum(rejection.kept * here), response), of_weights, truncated)
 
 
@@ -227,11 +220,6 @@ def sequence_totals(
         weights, shares = weight_totals(found, settings.weights)
         weights = weights if facts.group_slots is None else with_prompts(weights, facts.group_slots)
         means |= shares
-        if settings.weights.is_per_row:
-            # Each token of an age counts with the weight that all tokens of its sequence share.
-            _, raw, excess = sequence_weights(sums, settings.weights)
-            changed = raw != excess
-            ages = [replace(a, weights=weighted_sums(excess, a.gap.tokens), truncated=changed * a.gap.tokens) for a in ages]
     for rule in settings.rules:
         rules[rule.name], shares = rule_totals(rule, found)
         means |= shares

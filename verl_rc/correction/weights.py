@@ -108,6 +108,7 @@ def sums_of_tokens(excess: Tensor, ones: Tensor, count: Tensor) -> WeightSums[Te
     """What each sequence adds. ``excess`` is ``w - 1`` of the ``count`` tokens where ``ones`` is 1, and 0 where it is 0."""
     w = excess + ones
     moments = Moments(sequence_sum(excess), count, vecdot(excess, excess))
+    # The extremes are those of weights as they are applied: in float32 where log-probs are, at half the cost.
     return WeightSums(moments, vecdot(w, w), extremes(w.to(ones.dtype), ones))
 
 
