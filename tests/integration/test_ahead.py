@@ -60,7 +60,7 @@ def test_two_steps_a_publication_by_completion_and_without_prompts_that_tell_not
     ("victim", "point"),
     [
         ("driver", ("verl_rc.driver.stages:update_actor", "2", "0.01")),
-        ("driver", ("verl_rc.driver.supply:weights.collect", "2", "before")),
+        ("driver", ("verl_rc.driver.supply:join", "3", "before")),
     ],
 )
 def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(

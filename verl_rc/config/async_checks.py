@@ -159,7 +159,12 @@ def _hard_bound(options: AsyncTrainingConfig) -> Iterator[str]:
             f"{key}={given:g} has no effect in the order of admission, which keeps {ahead} by itself; drop it, or pass "
             f"{_SECTION}.order=ready."
         )
-    if options.max_off_policy_strategy == "drop" and in_order:
+    if options.max_off_policy_strategy == "drop" and options.staleness == 0:
+        yield (
+            f"{_SECTION}.max_off_policy_strategy=drop has no effect without a lead ({ahead}): nothing grows too old; raise that, "
+            "or drop it."
+        )
+    elif options.max_off_policy_strategy == "drop" and in_order:
         yield (
             f"{_SECTION}.max_off_policy_strategy=drop has no effect in the order of admission, in which nothing grows older than "
             f"{ahead}; drop it, or pass {_SECTION}.order=ready."
@@ -209,13 +214,14 @@ def _partial_rollouts(options: AsyncTrainingConfig) -> Iterator[str]:
             f"{_SECTION}.deterministic_steps={options.deterministic_steps} needs batches that do not depend on time, but "
             f"{_SECTION}.order=ready was given; pass order=admitted, or drop one of them."
         )
-    if options.partial_rollout:
+    if options.cuts:
         return
+    cause = "partial_rollout=False" if not options.partial_rollout else f"staleness_threshold={options.staleness_threshold:g}"
     for key in ("deterministic_steps", "kv_cache_on_update"):
         if _differs(options, key):
             yield (
-                f"{_SECTION}.{key}={getattr(options, key)} has no effect with {_SECTION}.partial_rollout=False, where weights "
-                "never change under a response; drop one of them."
+                f"{_SECTION}.{key}={getattr(options, key)} has no effect with {_SECTION}.{cause}, where weights never change "
+                "under a response; drop one of them."
             )
 
 

@@ -76,6 +76,11 @@ class AsyncTrainingConfig(StrictModel):
         return self.kv_cache_on_update if self.partial_rollout and self.staleness_threshold > 0 else "finish"
 
     @property
+    def cuts(self) -> bool:
+        """Whether a publication finds running responses and cuts them: without a lead all that was admitted is trained on."""
+        return self.on_update != "finish"
+
+    @property
     def staleness(self) -> Fraction:
         """k: ``staleness_threshold`` as it was written, 0.1 as a tenth."""
         return _exact(self.staleness_threshold)
@@ -91,7 +96,7 @@ class AsyncTrainingConfig(StrictModel):
     def keeps_ages(self) -> bool:
         """Whether nothing can grow older than k publications: in order of admission, and where responses end before the next
         publication, after which the oldest version goes first."""
-        return self.resolved_order == "admitted" or not self.partial_rollout
+        return self.resolved_order == "admitted" or not self.cuts
 
     @property
     def oldest(self) -> int:

@@ -137,7 +137,7 @@ class AsynchronousSupply:
         if oldest > options.oldest:
             say("groups of the checkpoint are trained on first, up to %d steps old, the bound is %d", oldest, options.oldest)
         self._rule = ReplayRule(options.resolved_order, batch, oldest, late)
-        self._cuts = options.on_update != "finish"
+        self._cuts = options.cuts
         """Whether a publication cuts what is under way."""
         self._stepped: int | None = None
         """The version with which engines were last told to make steps."""

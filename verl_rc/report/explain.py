@@ -257,7 +257,7 @@ def _ahead(config: RunConfig, measured: MeasuredStep | None) -> Iterator[str]:
 
 def _rule_of_ages(config: RunConfig) -> Iterator[Row]:
     options, rollout, oldest = config.async_training, config.actor_rollout_ref.rollout, config.async_training.oldest
-    versions = "may have several versions" if options.partial_rollout else "has one version"
+    versions = "may have several versions" if options.cuts else "has one version"
     yield "ages", f"a response {versions} of the weights and is 0 to {oldest} step(s) old when it is trained on, never older"
     if options.resolved_order == "admitted":
         order = "in which prompts were admitted: a step waits for its last one"
@@ -292,7 +292,7 @@ def _publications(config: RunConfig) -> Iterator[Row]:
         yield "", f"each engine makes {options.deterministic_steps} steps with a version and waits for the next: equal runs"
     if not config.overlaps:
         yield "", "engines share the trainer's devices: all that a version admits is sampled before its first step is trained"
-    elif not options.partial_rollout:
+    elif not options.cuts:
         yield "", "so the steps from one publication to the next take as long as the slower of both sides"
     if every > 1:
         yield "", "only a step that publishes is validated and saved" + _rounded(trainer.save_freq, options)

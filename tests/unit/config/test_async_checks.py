@@ -98,6 +98,16 @@ MISTAKES: list[Mistake] = [
         "for example 6",
     ),
     (f"{S}.trigger_parameter_sync_step=2 {CHOSEN} {S}.max_off_policy_threshold=1", "without a lead", "drop it"),
+    (
+        f"{S}.trigger_parameter_sync_step=2 {CHOSEN} {S}.max_off_policy_strategy=drop",
+        "drop has no effect without a lead",
+        "raise that, or drop it",
+    ),
+    (
+        f"{S}.trigger_parameter_sync_step=2 {CHOSEN} {S}.kv_cache_on_update=keep",
+        f"kv_cache_on_update=keep has no effect with {S}.staleness_threshold=0",
+        "drop one of them",
+    ),
     (f"{AHEAD} {S}.max_token_age=2", "is never passed", "pass at most 1"),
     (f"{AHEAD} {S}.partial_rollout=False {S}.max_token_age=0", "rejects all tokens once", "pass 1 or more"),
     (

@@ -462,7 +462,15 @@ def test_greedy_responses_are_sampled_with_their_groups(tmp_path: Path, monkeypa
     """Without a lead they give what the synchronous run has, accounts included."""
     expected = run(tmp_path / "sync", REMAX)
     monkeypatch.setattr(train, "open_supply", AsynchronousSupply)
-    found = run(tmp_path / "groups", REMAX, world=Slow(1))
+    asked: Counter[float] = Counter()
+
+    class Asked(Slow):
+        def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
+            asked[options.temperature] += len(requests)
+            return super().submit(requests, options)
+
+    found = run(tmp_path / "groups", REMAX, world=Asked(1))
+    assert asked == {1.0: 16, 0.0: 8}  # four steps of two prompts: two samples and a greedy response each
     assert (found.trained, found.updates) == (expected.trained, expected.updates)
     of_all_sampled = ("async/", "fully_async/", "training/off_policy/", "reward/", "rollout_corr/by_age")
     for one, two in zip(lines(tmp_path / "groups"), lines(tmp_path / "sync"), strict=True):

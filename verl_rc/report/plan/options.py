@@ -131,8 +131,10 @@ def _unused_by_asynchrony(config: RunConfig) -> Iterator[Unread]:
     yield options.is_synchronous, synchronous, "the run is synchronous"
     if options.is_synchronous:
         return
-    yield not options.partial_rollout, _OF_CUT_RESPONSES, "partial_rollout=False: weights never change under a response"
-    whole = "partial_rollout=False: responses end before the next publication, so nothing grows older than staleness_threshold"
+    no_lead = "without a lead all that is admitted is trained on before the next publication"
+    yield options.staleness == 0, ("partial_rollout",), no_lead
+    yield not options.cuts, _OF_CUT_RESPONSES, no_lead if options.staleness == 0 else "partial_rollout=False"
+    whole = "responses end before the next publication, so nothing grows older than staleness_threshold"
     in_order = "in the order of admission nothing grows older than staleness_threshold"
     yield options.keeps_ages, _OF_AGES, in_order if options.resolved_order == "admitted" else whole
     alone = options.trigger_parameter_sync_step == 1 and not options.partial_rollout and options.staleness.denominator == 1
