@@ -82,8 +82,8 @@ class Cutting(World):
         self.told = {number: list(parts) for number, parts in self.grown.items()}
         return [number for number in self.grown if not self.missing(number)], {}
 
-    def parts(self, number: int) -> Sequence[Part]:
-        return self.told[number]
+    def parts(self, number: int) -> tuple[list[Part], int]:
+        return list(self.told[number]), 0
 
     def collect(self, wait_seconds: float, on_loss: Any = None) -> list[int]:
         """One more token of each."""
