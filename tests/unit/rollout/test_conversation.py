@@ -21,6 +21,8 @@ from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Box, Sample, StepLoop
 from verl_rc.rollout.tools import Tool, ToolFailedError
 
+# A tool's thread shows what it raises, too, whenever the thread ends.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 END = "<|im_end|>"
 PATIENCE = 10.0
 
@@ -234,7 +236,6 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
     assert inside.seed(100) not in {asked.seed for asked in calls}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the tool's thread shows it too
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_a_tool_that_fails_ends_the_engine_with_its_name(how: str, tokenizer: Any) -> None:
     def function(expression: str) -> str:
