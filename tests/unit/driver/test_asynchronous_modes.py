@@ -586,11 +586,14 @@ def test_groups_that_grow_too_old_are_dropped_and_replaced(tmp_path: Path) -> No
 
 def test_old_tokens_leave_the_loss_and_the_baseline_keeps_them(tmp_path: Path) -> None:
     mode = {"trigger_parameter_sync_step": 2, "staleness_threshold": 0.0, "partial_rollout": False}
-    run(tmp_path / "all", OWN_DEVICES, world=World(), **mode)
-    run(tmp_path / "young", OWN_DEVICES, world=World(), max_token_age=0, **mode)
+    section = "algorithm.rollout_correction"
+    no_rule = [f"{section}.{key}=null" for key in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_target_acceptance")]
+    run(tmp_path / "all", OWN_DEVICES, *no_rule, world=World(), **mode)
+    run(tmp_path / "young", OWN_DEVICES, *no_rule, world=World(), max_token_age=0, **mode)
     every, young = lines(tmp_path / "all"), lines(tmp_path / "young")
     assert [line["async/too_old_fraction"] for line in young] == [0, 1, 0, 1]
-    assert young[1]["ledger/rejected_tokens"] == young[1]["ledger/sampled_tokens"]
+    assert all(young[step]["ledger/rejected_tokens"] == young[step]["ledger/sampled_tokens"] for step in (1, 3))
+    assert every[3]["ledger/rejected_tokens"] == 0
     assert young[0]["ledger/rejected_tokens"] == every[0]["ledger/rejected_tokens"]
     assert young[1]["critic/advantages/mean"] == every[1]["critic/advantages/mean"]
 
