@@ -155,6 +155,7 @@ def _mistake_in_subcommand(arguments):
     except SystemExit as end:
         return "verl-rc would refuse these arguments" if end.code else None
     if given.subcommand in ("explain", "doctor"):
+        _, given.arguments = cli._measured_seconds(given.arguments)
         recipe, *overrides = given.arguments
         if not recipe.endswith(".sh"):
             return _mistake_in_overrides(given.arguments, _KNOWN)
