@@ -155,10 +155,11 @@ def _mistake_in_subcommand(arguments):
     except SystemExit as end:
         return "verl-rc would refuse these arguments" if end.code else None
     if given.subcommand in ("explain", "doctor"):
-        _, (recipe, *overrides) = cli._measured_seconds(given.arguments)
+        _, given.arguments = cli._measured_seconds(given.arguments)
+        recipe, *overrides = given.arguments
         if not recipe.endswith(".sh"):
-            return _mistake_in_overrides([recipe, *overrides], _KNOWN)
-        return _mistake_in_script([recipe, *overrides]) if recipe.startswith("recipes/") else _mistake_in_overrides(overrides, _KNOWN)
+            return _mistake_in_overrides(given.arguments, _KNOWN)
+        return _mistake_in_script(given.arguments) if recipe.startswith("recipes/") else _mistake_in_overrides(overrides, _KNOWN)
     return None
 
 
