@@ -436,7 +436,7 @@ def test_informative_groups_beyond_a_batch_stay_for_the_next_step(tmp_path: Path
         def score(self, rows: Sequence[PromptRow], texts: Sequence[str]) -> list[RewardOutput]:
             return [RewardOutput(float(place % 2), {}) for place in range(len(rows))]
 
-    mode = {"staleness_threshold": 1.0, "partial_rollout": False}
+    mode = {"staleness_threshold": 2.0, "partial_rollout": False}
     for name, overrides in (("with", [FILTER]), ("without", [])):
         run(tmp_path / name, OWN_DEVICES, *overrides, world=Slow(1), scorer=AllTell(), **mode)
     assert [samples(tmp_path / "with", step) for step in (1, 2, 3, 4)] == [
