@@ -13,7 +13,6 @@ SAYS_WHAT_HAPPENS_ANYWAY = {
     *("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.calculate_log_probs", "trainer.balance_batch"),
     *("actor_rollout_ref.actor.optim.optimizer", "critic.optim.optimizer"),
     "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
-    *("async_training.partial_rollout", "async_training.order", "async_training.max_off_policy_threshold"),
 }
 """Keys that verl's recipes spell out and of which only one value is possible, or several that mean the same."""
 
@@ -29,6 +28,9 @@ SHOWN_ELSEWHERE = {
     # which nothing reads after the checks
     "tests/unit/config/test_async_checks.py": "async_training.require_batches",
     # features that the run has turned off
+    "tests/unit/driver/test_asynchronous_modes.py": "async_training.group_timeout_seconds async_training.max_off_policy_strategy "
+    "async_training.partial_rollout async_training.order async_training.max_off_policy_threshold",
+    "tests/unit/driver/test_setup.py": "async_training.kv_cache_on_update",
     "tests/unit/data/test_records.py": "data.custom_cls.name",
     "tests/unit/workers/test_lora.py": "actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.target_modules "
     "actor_rollout_ref.model.exclude_modules",

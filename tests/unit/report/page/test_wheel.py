@@ -16,7 +16,6 @@ BUILD = "import setuptools.build_meta as backend; print(backend.build_wheel('dis
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder with what the wheel holds."""
-    pytest.importorskip("setuptools", minversion="77")
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
