@@ -31,11 +31,11 @@ def end_sample(sample: Sample, given: Completions, row: int, *, one_version: boo
     """Put a row of what the engines returned into its sample: the whole response, one part for each version that sampled it.
 
     Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have sampled all tokens that
-    the sample lacks and did not.
+    the sample lacks and did not. It lacks none when an update came while its tools were at work, and their answers left no room.
     """
     versions = given.policy_versions[row][sampled_mask(given)[row]]
     found, lacking = set(versions.tolist()), set(versions[sample.num_sampled :].tolist())
-    if not lacking or min(found) < 0 or (one_version and len(lacking) > 1):
+    if min(found) < 0 or (one_version and len(lacking) > 1) or not (lacking or given.tool_calls is not None):
         wanted = "one version of the weights" if one_version else "known versions of the weights"
         raise RuntimeError(
             f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has tokens of "
