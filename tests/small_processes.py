@@ -23,6 +23,12 @@ class SmallProcess:
     def complain(self, text: str) -> None:
         raise ValueError(text)
 
+    def threads(self) -> int:
+        """Of torch, which reads ``OMP_NUM_THREADS`` when it is imported."""
+        import torch
+
+        return torch.get_num_threads()
+
     def nap(self) -> None:
         time.sleep(3600)
 

@@ -3,7 +3,7 @@
 import pytest
 from small_processes import start_small_processes
 
-from verl_rc.cluster.remote import RemoteError, wait_for_all
+from verl_rc.cluster.remote import RemoteError, RemoteProcess, wait_for_all
 
 
 @pytest.mark.usefixtures("ray_here")
@@ -18,3 +18,11 @@ def test_every_kind_of_failure_names_who_and_what() -> None:
     process.kill()
     with pytest.raises(RemoteError, match="worker 3 died while it was to complain"):
         wait_for_all([process.call("complain", "too late")])
+
+
+@pytest.mark.usefixtures("ray_here")
+def test_a_process_has_its_threads_because_torch_comes_after_its_environment() -> None:
+    process = RemoteProcess("rank 0", {"OMP_NUM_THREADS": "2"})
+    wait_for_all([process.build("small_processes:SmallProcess")])
+    assert wait_for_all([process.call("threads")]) == [2]
+    process.kill()

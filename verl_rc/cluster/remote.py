@@ -38,15 +38,13 @@ _Answer = tuple[Any, float, float]
 """A result, when its computation began (seconds since 1970 by the host's clock), and the seconds it took."""
 
 
-def _timed(compute: Callable[..., Any], *arguments: Any) -> _Answer:
-    begin, started = time.time(), time.perf_counter()
-    result = compute(*arguments)
-    return result, begin, time.perf_counter() - started
-
-
 @ray.remote
 class _Process:
-    """A Ray actor that hosts one object. Its environment is set before the object's module imports torch or vllm."""
+    """A Ray actor that hosts one object. Its environment is set before the object's module imports torch or vllm.
+
+    Ray pickles the class by value. A function of this module that a method named would be pickled by reference: the actor would
+    import this module, and with it torch, before its number of threads is set.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
@@ -57,7 +55,7 @@ class _Process:
         return self._identity
 
     def build(self, target: str, arguments: Mapping[str, Any]) -> _Answer:
-        return _timed(self._build, target, arguments)
+        return self._timed(self._build, target, arguments)
 
     def _build(self, target: str, arguments: Mapping[str, Any]) -> int:
         module, name = target.split(":")
@@ -65,19 +63,23 @@ class _Process:
         return os.getpid()
 
     def call(self, method: str, arguments: Sequence[Any]) -> _Answer:
-        return _timed(getattr(self._object, method), *arguments)
+        return self._timed(getattr(self._object, method), *arguments)
 
     def visible_devices(self) -> _Answer:
-        return _timed(lambda: ",".join(str(gpu) for gpu in ray.get_gpu_ids()))
+        return self._timed(lambda: ",".join(str(gpu) for gpu in ray.get_gpu_ids()))
 
     def address(self) -> _Answer:
-        return _timed(_free_address)
+        return self._timed(self._free_address)
 
+    def _free_address(self) -> tuple[str, int]:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
 
-def _free_address() -> tuple[str, int]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+    def _timed(self, compute: Callable[..., Any], *arguments: Any) -> _Answer:
+        begin, started = time.time(), time.perf_counter()
+        result = compute(*arguments)
+        return result, begin, time.perf_counter() - started
 
 
 class RemoteProcess:
