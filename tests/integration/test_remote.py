@@ -22,7 +22,7 @@ def test_every_kind_of_failure_names_who_and_what() -> None:
 
 @pytest.mark.usefixtures("ray_here")
 def test_a_process_has_its_threads_because_torch_comes_after_its_environment() -> None:
-    process = RemoteProcess("rank 0", {"OMP_NUM_THREADS": "2"})
+    process = RemoteProcess("rank 0", {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"})
     wait_for_all([process.build("small_processes:SmallProcess")])
     assert wait_for_all([process.call("threads")]) == [2]
     process.kill()
