@@ -18,7 +18,10 @@ _BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
 
 
 def records_of(path):
-    """The records of a ``.wandb`` file, a log in blocks of 32 KiB: a record is whole (kind 1) or in parts (2, 3 and, last, 4)."""
+    """The whole records of a ``.wandb`` file, a log in blocks of 32 KiB: a record is in one piece (kind 1) or in several (2, 3, 4).
+
+    W&B's process may still be writing: a piece whose end is not in the file yet ends the list.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, position, parts = path.read_bytes(), _FILE_HEADER, []
@@ -27,6 +30,8 @@ def records_of(path):
             position += _BLOCK - position % _BLOCK
             continue
         _, length, kind = struct.unpack_from("<IHB", content, position)
+        if len(content) < position + _HEADER + length:
+            return
         parts.append(content[position + _HEADER : position + _HEADER + length])
         position += _HEADER + length
         if kind in (1, 4):
