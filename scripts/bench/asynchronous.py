@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from verl_rc.report.timeline import read_timeline
+
 ROOT = Path(__file__).parents[2]
 WAITING = {"gen", "step", "admit"}
 PUBLISHING = {"update_weights", "sync_canary"}
@@ -65,13 +67,10 @@ def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str,
         subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, stdout=log, stderr=log, check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if 4 < line["step"] < given.steps]
-    spans = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
-    whole = {span["step"]: span for span in spans if span["what"] == "step"}
-    decoding = [(span["begin"], span["end"]) for span in spans if span["what"] == "decode"]
+    timeline = read_timeline(folder)
 
-    def sampled(step: float) -> float:
-        begin, end = whole[int(step)]["begin"], whole[int(step)]["end"]
-        return sum(max(0.0, min(last, end) - max(first, begin)) for first, last in decoding)
+    def sampled(step: int) -> float:
+        return sum(span.seconds for span in timeline.between(step, step).spans if span.what == "decode")
 
     def stages(line: dict[str, float], chosen: bool, names: set[str]) -> float:
         timed = {name.removeprefix("timing_s/"): value for name, value in line.items() if name.startswith("timing_s/")}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.cluster.environment import engine_environment
 from verl_rc.data.batches import Completions
-from verl_rc.data.parts import Part, parts_of
+from verl_rc.data.parts import row_parts
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
@@ -265,19 +265,13 @@ def test_an_update_under_running_samples_goes_on_with_the_new_weights(
         assert max(gaps[0][:12].max(), gaps[1][12:].max()) < 1e-4
         assert min(gaps[0][12:].max(), gaps[1][:12].max()) > 0.01
     again = [
-        replace(sample, request=replace(sample.request, parts=known_parts(parts, sample.number))) for sample in wanted
+        replace(sample, request=replace(sample.request, parts=row_parts(parts, sample.number))) for sample in wanted
     ]
     engine.call("submit", again)  # as after a loss or in a resumed run: the same tokens, to the bit
     engine.call("after_steps", 100)
     for number, row in collect(engine, 16).items():
         for field in ("responses", "response_lengths", "rollout_log_probs", "policy_versions", "finished"):
             assert torch.equal(getattr(row, field), getattr(rows[number], field)), (number, field)
-
-
-def known_parts(completions: Completions, row: int) -> list[Part]:
-    length = int(completions.response_lengths[row])
-    columns = (completions.responses, completions.rollout_log_probs, completions.policy_versions)
-    return parts_of(*(column[row, :length] for column in columns))
 
 
 @pytest.mark.slow

@@ -222,11 +222,6 @@ class RolloutCorrectionConfig(PresetConstructors):
         causes = (self.rollout_rs, self.rollout_token_veto_threshold, self.rollout_opsm_threshold)
         return any(cause is not None for cause in causes)
 
-    @property
-    def weight_is_per_row(self) -> bool:
-        """Whether all tokens of a row share one weight, so that rows are what the estimator averages over."""
-        return self.rollout_is in ("sequence", "geometric")
-
     def settings(self) -> CorrectionSettings:
         """The options as typed values."""
         weights = None

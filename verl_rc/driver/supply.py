@@ -331,12 +331,9 @@ class AsynchronousSupply:
             else:
                 ended = [number for number, (of_group, _) in self._under_way.items() if of_group in awaited]
                 weights.wait_for(self._services, self._state, ended, version, record)
-            groups = self._file([number for number in ended if number in self._under_way])
+            groups = self._file(ended)
             record.add_busy("gen", time.perf_counter() - began)
-        self._decide_whole(groups, record)
-        self._fail_late_groups()
-        if self._now.admission.allowance():
-            self.admit(record)
+        self._decide_and_replace(groups, record)
 
     def _receive_beside_training(self) -> None:
         """Decide what has ended while the trainer works, so that what replaces it begins at once."""
@@ -346,18 +343,19 @@ class AsynchronousSupply:
             ended = self._services.engines.collect(0.0)
         except EnginesLostError:  # the next wait for samples finds it too, when the trainer has time to send weights
             return
-        groups = self._file([number for number in ended if number in self._under_way])
-        apart = StepRecord()  # the step's stages are those of the trainer meanwhile
-        self._decide_whole(groups, apart)
+        self._decide_and_replace(self._file(ended), StepRecord())  # the step's stages are those of the trainer meanwhile
+
+    def _decide_and_replace(self, groups: Sequence[Group], record: StepRecord) -> None:
+        self._decide_whole(groups, record)
         self._fail_late_groups()
         if self._now.admission.allowance():
-            self.admit(apart)
+            self.admit(record)
 
     def _note_parts(self, record: StepRecord, version: int) -> None:
         """Take over what ended before a publication, and the tokens so far of what it cut."""
         with record.stage("update_weights"):
             ended = weights.collect_parts(self._services, self._state, version, record)
-            groups = self._file([number for number in ended if number in self._under_way])
+            groups = self._file(ended)
             for number, (of_group, place) in self._under_way.items():
                 sample = self._now.groups[of_group].samples[place]
                 before, (sample.turns, sample.tool_calls) = sample.num_sampled, self._services.engines.parts(number)
@@ -365,7 +363,8 @@ class AsynchronousSupply:
         self._decide_whole(groups, record)
 
     def _file(self, numbers: Sequence[int]) -> list[Group]:
-        """Put what these requests gave into their samples; returns the groups of these."""
+        """Put what these requests gave into their samples, but for cancelled ones; returns the groups of these."""
+        numbers = [number for number in numbers if number in self._under_way]
         if not numbers:
             return []
         given = self._services.engines.take(numbers)

@@ -5,8 +5,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +24,7 @@ _GAP = "sync/rollout_gap_mean"
 COLOURS = ("#3b8ad8", "#e07b39", "#2fa36b", "#b565c7", "#c9a227", "#d9534f")
 _GREY = "#808080"
 """A colour that is legible on white and on black; the picture has a transparent background."""
-STYLE: dict[str, Any] = {
+_STYLE: dict[str, Any] = {
     "font.size": 10.5,
     "text.color": _GREY,
     "axes.edgecolor": _GREY,
@@ -85,18 +86,22 @@ def read_curves(folder: Path) -> Curves:
     if not path.is_file():
         raise ValueError(f"{folder} must be the folder of a run, with metrics.jsonl in it.")
     curves, has_steps = Curves({}, Series(), Series(), Series()), False
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith("\n"):  # a killed run may leave half a line
-                has_steps = True
-                try:
-                    record = json.loads(line)
-                    _add(curves, int(record["step"]), record)
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f'{path}, line {number} must be {{"step": …, metric: value, …}}: {error}.') from error
+    for number, line in whole_lines(path):
+        has_steps = True
+        try:
+            record = json.loads(line)
+            _add(curves, int(record["step"]), record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f'{path}, line {number} must be {{"step": …, metric: value, …}}: {error}.') from error
     if not has_steps:
         raise ValueError(f"{path} must hold at least one step; the run has logged none yet.")
     return curves
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number, from 1, and text of each line that has an end: a killed run may leave half a line."""
+    with path.open(encoding="utf-8") as file:
+        yield from ((number, line) for number, line in enumerate(file, start=1) if line.endswith("\n"))
 
 
 def _add(curves: Curves, step: int, record: Mapping[str, object]) -> None:
@@ -113,16 +118,20 @@ def draw_run(folder: Path) -> Path:
     Raises ``ValueError`` when there is nothing to draw, and ``OSError`` when the picture cannot be written.
     """
     curves = read_curves(folder)
+    return write_picture(folder / PICTURE, (9.6, 5.8), partial(_draw, curves=curves))
+
+
+def write_picture(path: Path, inches: tuple[float, float], draw: "Callable[[Figure], None]") -> Path:
+    """Write the figure of this size that ``draw`` fills; returns ``path``. No display is needed."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # its remarks on folders and fonts change nothing in the picture
     import matplotlib  # noqa: PLC0415  (a second, for which no run should wait before its end)
     from matplotlib.figure import Figure  # noqa: PLC0415  (as above)
 
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        figure = Figure(figsize=(9.6, 5.8), layout="constrained")
-        _draw(figure, curves)
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
+        figure = Figure(figsize=inches, layout="constrained")
+        draw(figure)
         drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=140, transparent=True)  # Figure alone draws with Agg: no display is needed
-    path = folder / PICTURE
+        figure.savefig(drawn, format="png", dpi=140, transparent=True)  # Figure alone draws with Agg
     path.write_bytes(drawn.getvalue())
     return path
 

@@ -1,6 +1,5 @@
 """A run's trace as ten lines of text, as a picture, and as a file for Perfetto (https://ui.perfetto.dev)."""
 
-import io
 import json
 import math
 import re
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_rc.metrics.trace import STEP, TRACE_FILE
-from verl_rc.report.picture import COLOURS, STYLE
+from verl_rc.report.picture import COLOURS, whole_lines, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PERFETTO_FILE = "trace.json"
 PICTURE_FILE = "timeline.png"
@@ -72,16 +72,14 @@ def read_timeline(folder: Path) -> Timeline:
     if not path.is_file():
         raise ValueError(f"{folder} must be the folder of a run with async_training.trace=True, which writes {TRACE_FILE}.")
     spans = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith("\n"):  # a killed run may leave half a line
-                try:
-                    given = json.loads(line)
-                    who, what, begin, end = (given.pop(name) for name in ("who", "what", "begin", "end"))
-                    spans.append(Span(who, what, begin, end, given))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    form = '{"who": …, "what": …, "begin": …, "end": …}'
-                    raise ValueError(f"{path}, line {number} must be {form}: {error}.") from error
+    for number, line in whole_lines(path):
+        try:
+            given = json.loads(line)
+            who, what, begin, end = (given.pop(name) for name in ("who", "what", "begin", "end"))
+            spans.append(Span(who, what, begin, end, given))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            form = '{"who": …, "what": …, "begin": …, "end": …}'
+            raise ValueError(f"{path}, line {number} must be {form}: {error}.") from error
     spans = sorted(_on_the_drivers_clock(spans), key=lambda span: span.begin)
     steps = {span.facts["step"]: span for span in spans if span.what == STEP and "step" in span.facts}
     if not steps:
@@ -202,19 +200,12 @@ def write_perfetto(timeline: Timeline, folder: Path) -> Path:
 
 def draw_timeline(timeline: Timeline, folder: Path) -> Path:
     """Draw one row per process, engines above the driver above the ranks; waits for samples are hatched. Returns the file."""
-    import matplotlib  # noqa: PLC0415  (a second, for which no help text should wait)
-    from matplotlib.figure import Figure  # noqa: PLC0415  (as above)
-
     names = sorted({span.who for span in timeline.spans}, key=_rank)
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        figure = Figure(figsize=(11, 1.6 + 0.5 * len(names)), layout="constrained")
-        axes = figure.subplots()
-        _draw_rows(axes, timeline, names)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png", dpi=140, transparent=True)
-    path = folder / PICTURE_FILE
-    path.write_bytes(drawn.getvalue())
-    return path
+
+    def draw(figure: "Figure") -> None:
+        _draw_rows(figure.subplots(), timeline, names)
+
+    return write_picture(folder / PICTURE_FILE, (11, 1.6 + 0.5 * len(names)), draw)
 
 
 def _draw_rows(axes: "Axes", timeline: Timeline, names: Sequence[str]) -> None:
