@@ -1,7 +1,7 @@
 """``StrictModel``, the base class of all configuration sections, and functions over the tree of sections."""
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -117,3 +117,12 @@ def required_leaves(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
     fields = {} if section is None else section.model_fields
     below = [leaf for name, field in fields.items() if field.is_required() for leaf in required_leaves(schema, [*path, name])]
     return below or [".".join(path)]
+
+
+def leaves_of(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each leaf of a tree of mappings; an empty mapping is a leaf."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,12 +1,13 @@
 """Translating verl's keys and values to this schema: moved keys, renamed values, keys that repeat another one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.config.async_keys import is_translated, translate, with_verls_async_defaults
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.run import RunConfig
+from verl_rc.config.schema import leaves_of
 from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
 
 MOVED = {
@@ -177,7 +178,7 @@ def translate_tree(given: Mapping[str, Any]) -> TranslatedTree:
 
     Raises ``ConfigError`` naming every key and value that is refused.
     """
-    leaves = with_verls_async_defaults(dict(_leaves(given)))
+    leaves = with_verls_async_defaults(dict(leaves_of(given)))
     tree: dict[str, Any] = {}
     demands: list[tuple[str, Any]] = []
     refused: dict[str, list[str]] = {}
@@ -196,14 +197,6 @@ def translate_tree(given: Mapping[str, Any]) -> TranslatedTree:
     if problems or twice:
         raise ConfigError("\n".join(problems + twice))
     return TranslatedTree(tree, demands)
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from verl_rc.config.errors import shortened
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.verl.keys import moved, translate_key
 from verl_rc.config.verl.refused import RENAMED
-from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, import_legacy, is_legacy_key
+from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, flatten, import_legacy, is_legacy_key
 
 SUFFIX = ".sh"
 _SECONDS = 20
@@ -204,7 +204,7 @@ def _read(argument: str) -> Iterator[tuple[str, Any]]:
         ) from error
     if not isinstance(tree, dict):
         raise ValueError(f"{argument} must hold a mapping of keys, got {type(tree).__name__}")
-    yield from _flatten(tree, "")
+    yield from flatten(tree)
 
 
 def _value(key: str, text: str) -> Any:
@@ -215,14 +215,6 @@ def _value(key: str, text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and not str(name).endswith("threshold"):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _quoted(override: str) -> str:

@@ -5,7 +5,7 @@ January 2026, ``algorithm.rollout_correction``), D (since January 2026).
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from verl_rc.config.errors import shortened
 from verl_rc.config.rejection_rules import nearest_name, parse_rules
@@ -79,7 +79,7 @@ def is_legacy_key(key: str) -> bool:
 def _leaves(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Last part and value of every key. Raises ``ValueError`` for unknown keys and contradicting copies."""
     seen: dict[str, object] = {}
-    for key, value in _flatten(mapping, ""):
+    for key, value in flatten(mapping):
         *sections, leaf = key.lstrip("+").split(".")
         if leaf not in _KNOWN or any(section not in _SECTIONS for section in sections):
             raise ValueError(f"{key} is no rollout-correction key of any release; did you mean {nearest_name(leaf, _KNOWN)}?")
@@ -89,12 +89,13 @@ def _leaves(mapping: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     yield from seen.items()
 
 
-def _flatten(mapping: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
-    for key, value in mapping.items():
-        if isinstance(value, Mapping) and not key.endswith("threshold"):
-            yield from _flatten(value, f"{prefix}{key}.")
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of each leaf; a mapping of thresholds is one."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and not str(name).endswith("threshold"):
+            yield from flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{key}", value
+            yield f"{prefix}{name}", value
 
 
 def _options(leaves: Fields) -> tuple[Era, BoundConvention]:

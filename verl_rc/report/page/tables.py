@@ -1,11 +1,11 @@
 """Panels that are tables: verdict, evidence, alerts, samples, all metrics, configuration, what was read."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import defaults
+from verl_rc.config.schema import defaults, leaves_of
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.report.page.encode import Curve, curve_of
 from verl_rc.report.page.sparkline import sparkline
@@ -158,7 +158,7 @@ def configuration_panel(run: RunData) -> str:
     """Keys that differ from the defaults, all keys, and the plan."""
     if not run.settings:
         return "<p>The configuration is not known; a run of verl_rc writes resolved_config.yaml.</p>"
-    usual = dict(_flat(defaults(RunConfig)))
+    usual = dict(leaves_of(defaults(RunConfig)))
     given = [(key, value) for key, value in run.settings.items() if key not in usual or usual[key] != value]
     rows = [(escaped(key), shortened(value, 300), shortened(usual.get(key, "required"), 300)) for key, value in given]
     own = table(("key", "value", "default"), rows)
@@ -181,14 +181,6 @@ def differing_settings(runs: Sequence[RunData]) -> str:
     if not rows:
         return "<p>The configurations are the same, or not known.</p>"
     return table(("key", *(escaped(run.name) for run in runs)), rows)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def reading_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:

@@ -1,13 +1,13 @@
 """A run's folder, whole or not, into ``RunData``: finished, running, killed and resumed runs."""
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from verl_rc.config.schema import leaves_of
 from verl_rc.config.secrets import without_secrets
 from verl_rc.report.run_folder.foreign import read_foreign
 from verl_rc.report.run_folder.histograms import read_heat_map
@@ -130,19 +130,10 @@ def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
         tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         if not isinstance(tree, dict):
             raise TypeError("it must be a mapping")
-        return dict(_flat(without_secrets(tree)))
+        return dict(leaves_of(without_secrets(tree)))
     except (yaml.YAMLError, TypeError, AttributeError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}.")
         return {}
-
-
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def _total_steps(run: RunData) -> int | None:
