@@ -18,7 +18,7 @@ _BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
 
 
 def records_of(path):
-    """The whole records of a ``.wandb`` file, a log in blocks of 32 KiB: a record is in one piece (kind 1) or in several (2, 3, 4).
+    """The whole records of a ``.wandb`` file, a log in 32-KiB blocks: a record is in one piece (kind 1) or in several (2, 3, 4).
 
     W&B's process may still be writing: a piece whose end is not in the file yet ends the list.
     """
