@@ -110,6 +110,8 @@ install_with_uv() {
   done < <("$venv_python" "$root/scripts/pip_settings_for_uv.py")
   [[ "$device" == gpu ]] || arguments+=(--override "$root/requirements/cpu-overrides.txt")
   [[ -z "${PIP_CERT:-}" ]] || export SSL_CERT_FILE="$PIP_CERT"
+  # Where Python may not keep byte code, every process of a run would compile what it imports: some 10 s more for each engine.
+  [[ -z "${PYTHONDONTWRITEBYTECODE:-}" ]] || export UV_COMPILE_BYTECODE=1
   cd "$root"
   UV_HTTP_TIMEOUT=180 "$venv/bin/uv" pip install "${arguments[@]}" "$torch" --editable ".[$extras]"
 }

@@ -6,6 +6,8 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# Images for containers like to set it. Every process that a test starts would then compile what it imports: some 10 s for vLLM.
+unset PYTHONDONTWRITEBYTECODE
 bash "$root/scripts/install.sh" cpu --dev
 bin="${VERL_RC_VENV:-$root/.venv}/bin"
 cd "$root"
