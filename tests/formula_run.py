@@ -258,6 +258,7 @@ def live(
 
 
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the driver not wait for processes that are formulas."""
+    """Have the driver not wait for processes that are formulas, nor draw its training curves, which takes most of such a run."""
     monkeypatch.setattr(checkpoints, "wait_for_all", lambda pending: [])
     monkeypatch.setattr(weights, "check_receipts", lambda *_: None)
+    monkeypatch.setattr("verl_rc.driver.train.picture_line", lambda folder: "")
