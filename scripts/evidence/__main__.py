@@ -1,0 +1,61 @@
+"""Run a study, or what it lacks: python -m scripts.evidence NAME [--quick]
+
+Results are lines of docs/evidence/NAME.jsonl; docs/evidence.md and its figures are made from these alone. A study that was
+interrupted goes on: what was running is run again.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, run_missing, start_trainer
+from evidence.studies import STUDIES
+from evidence.tables import accuracies, draw, section
+
+PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence"
+HEAD = """# Evidence
+
+What happens when rollout and trainer disagree, and what each correction does about it: runs of this
+trainer on two CPU cores. Every number below is made from the runs in [evidence/](evidence) by
+`python -m scripts.evidence page`. All runs of a study start from one model; arms are compared at
+the same seeds. A run has collapsed when it ends in an error or 0.10 below its own best accuracy.
+"""
+
+
+def write_page() -> None:
+    """Write docs/evidence.md and its figures from the results on disk."""
+    lines = [HEAD]
+    for name, study in STUDIES.items():
+        if runs := known_runs(RESULTS / f"{name}.jsonl", study):
+            draw(study, runs, RESULTS / f"{name}.png")
+            lines += section(name, study, runs)
+    PAGE.write_text("\n".join(lines), encoding="utf-8")
+
+
+def main() -> int:
+    """Run what is missing of a study and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.evidence", description=__doc__)
+    parser.add_argument("name", choices=[*STUDIES, "page"], help="a study, or 'page' to write docs/evidence.md alone")
+    parser.add_argument("--quick", action="store_true", help="one seed of the arms that show the sign of the effect")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept")
+    given = parser.parse_args()
+    try:
+        if given.name != "page":
+            study, results = STUDIES[given.name], RESULTS / f"{given.name}.jsonl"
+            todo = len(missing(study, known_runs(results, study), given.quick))
+            print(f"{todo} runs, some {todo * study.minutes:.0f} minutes on two idle cores", flush=True)
+            prepare(given.folder)
+            for run in run_missing(given.name, study, given.folder, results, given.quick, start_trainer):
+                found = accuracies(run) or [float("nan")]
+                print(f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True)
+        write_page()
+    except MixedResultsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""From runs to a page: a table with all seeds, their mean and an interval over seeds and prompts, and a figure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from evidence.runs import Run
+from evidence.studies import ACCURACY, Study
+
+from verl_rc.report.picture import COLOURS, write_picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PROMPTS = 256
+"""Validation prompts of the task."""
+FALL = 0.10
+"""A run has collapsed when its accuracy ends this far below its best."""
+
+
+def interval(shares: Sequence[float], prompts: int = PROMPTS, draws: int = 4000) -> tuple[float, float]:
+    """90 % bootstrap interval of the mean of ``shares``: seeds are drawn with replacement, then the prompts of each."""
+    rng = np.random.default_rng(0)
+    seeds = rng.choice(np.asarray(shares), size=(draws, len(shares)))
+    low, high = np.quantile(rng.binomial(prompts, seeds).mean(axis=1) / prompts, [0.05, 0.95])
+    return float(low), float(high)
+
+
+def accuracies(run: Run) -> list[float]:
+    """Validation accuracy, in the order of the steps; empty for a run that failed before its first validation."""
+    return [value for _, value in run.curves.get(ACCURACY, [])]
+
+
+def has_collapsed(run: Run) -> bool:
+    """Ended in an error, or ``FALL`` below its own best accuracy."""
+    found = accuracies(run)
+    return run.exit_status != 0 or not found or found[-1] < max(found) - FALL
+
+
+def by_arm(study: Study, runs: Mapping[tuple[str, int], Run]) -> Iterator[tuple[str, list[Run]]]:
+    """The runs of each arm that has any, in the order of the study."""
+    for arm in study.arms:
+        if found := [runs[arm, seed] for seed in study.seeds if (arm, seed) in runs]:
+            yield arm, found
+
+
+def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
+    """A Markdown table with a row for each arm."""
+    rows = [
+        "| arm | accuracy at the end, by seed | mean | 90 % interval | collapsed | mean age | mean ESS |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, found in by_arm(study, runs):
+        last = [accuracies(run)[-1] if accuracies(run) else 0.0 for run in found]
+        low, high = interval(last)
+        ends = ", ".join(f"{value:.3f}" for value in last)
+        collapsed = f"{sum(map(has_collapsed, found))} of {len(found)}"
+        age, ess = (_mean(found, name) for name in ("async/token_age/mean", "rollout_corr/rollout_is_eff_sample_size"))
+        rows.append(f"| {arm} | {ends} | {sum(last) / len(last):.3f} | {low:.3f} to {high:.3f} | {collapsed} | {age} | {ess} |")
+    return rows
+
+
+def _mean(runs: Sequence[Run], name: str) -> str:
+    """The mean over all steps of all runs."""
+    values = [value for run in runs for _, value in run.curves.get(name, [])]
+    return f"{sum(values) / len(values):.3g}" if values else "—"
+
+
+def draw(study: Study, runs: Mapping[tuple[str, int], Run], path: Path) -> Path:
+    """Accuracy over steps: a line for each seed, a colour for each arm."""
+    return write_picture(path, (9.6, 5.0), partial(_draw, arms=list(by_arm(study, runs))))
+
+
+def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
+    panel = figure.subplots()
+    panel.set_title("Greedy accuracy on the validation prompts")
+    panel.set_xlabel("training step")
+    panel.set_ylabel("share of right answers")
+    panel.set_ylim(0, 1.03)
+    for place, (arm, runs) in enumerate(arms):
+        style = {"color": COLOURS[place % len(COLOURS)], "linestyle": ("-", "--", ":", "-.")[place // len(COLOURS) % 4]}
+        for number, run in enumerate(runs):
+            steps, values = zip(*run.curves.get(ACCURACY, []) or [(0, 0.0)], strict=True)
+            panel.plot(steps, values, marker="o", markersize=3, label="_" if number else arm, **style)
+    panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
+    """The lines of the page on one study: question, what was expected, what was found, how to run it again."""
+    number = sum(len(found) for _, found in by_arm(study, runs))
+    hours = sum(run.seconds for run in runs.values()) / 3600
+    all_runs = len(study.arms) * len(study.seeds)
+    return [
+        f"## {name}",
+        "",
+        study.question,
+        "",
+        f"Expected, before the first run: {study.expectation}",
+        "",
+        f"Run with `python -m scripts.evidence {name}`: {number} of {all_runs} runs are here; they took {hours:.1f} hours.",
+        "",
+        *table(study, runs),
+        "",
+        f"![accuracy over steps, by arm](evidence/{name}.png)",
+        "",
+    ]

@@ -1,0 +1,91 @@
+"""The studies of scripts/evidence: every arm is a valid run, an interrupted study goes on, results of two kinds never mix."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from evidence.runs import MixedResultsError, Run, known_runs, missing, run_missing
+from evidence.studies import ACCURACY, STUDIES, Study
+from evidence.tables import has_collapsed, interval, section
+
+from verl_rc.config.load import load_run_config
+
+STUDY = Study("why?", "this", ("common=1",), {"a": ("x=1",), "b": ("x=2",)}, (1, 2), 1.0, ("b",))
+
+
+class Trainer:
+    """Writes two validations; ends as told at the arms and seeds in ``ends``."""
+
+    def __init__(self, **ends: int) -> None:
+        self.ends, self.started = ends, list[str]()
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        given = dict(text.split("=", 1) for text in overrides)
+        name = ("a" if given["x"] == "1" else "b") + given["trainer.seed"]
+        self.started.append(name)
+        folder = Path(given["trainer.default_local_dir"])
+        folder.mkdir(parents=True)
+        lines = [{"step": step, ACCURACY: 0.25 * (1 + step), "other": 1.0} for step in (0, 1)]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return self.ends.get(name, 0)
+
+
+def finish(folder: Path, start: Trainer, study: Study = STUDY, quick: bool = False) -> list[Run]:
+    return list(run_missing("s", study, folder / f"{len(start.started)}{start.ends}", folder / "s.jsonl", quick, start))
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_arm_is_a_run_that_can_start(name: str) -> None:
+    study = STUDIES[name]
+    assert set(study.quick) <= study.arms.keys()
+    places = ["actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
+    for given in study.arms.values():
+        load_run_config([*study.common, *given, *places])
+
+
+def test_a_study_that_was_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        finish(tmp_path, Trainer(a2=143))
+    with (tmp_path / "s.jsonl").open("a") as file:
+        file.write('{"arm": "a", "se')  # killed while it wrote
+    again = Trainer()
+    finish(tmp_path, again)
+    assert again.started == ["a2", "b2"]
+    assert finish(tmp_path, Trainer()) == []
+    assert set(known_runs(tmp_path / "s.jsonl", STUDY)) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
+
+
+def test_a_run_that_fails_is_a_result(tmp_path: Path) -> None:
+    failed = finish(tmp_path, Trainer(b1=1))[1]
+    assert (failed.arm, failed.exit_status) == ("b", 1)
+    assert has_collapsed(failed)
+    assert failed.curves == {ACCURACY: [(0, 0.25), (1, 0.5)]}
+    assert "| b | 0.500, 0.500 | 0.500 |" in "\n".join(section("s", STUDY, known_runs(tmp_path / "s.jsonl", STUDY)))
+
+
+def test_quick_is_one_seed_of_some_arms(tmp_path: Path) -> None:
+    assert missing(STUDY, {}, quick=True) == [("b", 1)]
+    finish(tmp_path, Trainer(), quick=True)
+    assert missing(STUDY, known_runs(tmp_path / "s.jsonl", STUDY), quick=False) == [("a", 1), ("a", 2), ("b", 2)]
+
+
+def test_results_of_another_configuration_are_refused(tmp_path: Path) -> None:
+    finish(tmp_path, Trainer())
+    changed = replace(STUDY, arms={"a": ("x=1",), "b": ("x=3",)})
+    with pytest.raises(MixedResultsError, match=r"holds 'b', seed 1, .*: x=2, x=3 differ\. Move the file away"):
+        known_runs(tmp_path / "s.jsonl", changed)
+
+
+def test_the_interval_covers_seeds_and_prompts() -> None:
+    """One seed: the quantiles of a binomial share, by its normal limit. Many prompts: those of seeds drawn with replacement."""
+    low, high = interval([0.3], prompts=4000)
+    assert (low, high) == pytest.approx((0.3 - 1.645 * np.sqrt(0.21 / 4000), 0.3 + 1.645 * np.sqrt(0.21 / 4000)), abs=6e-4)
+    assert interval([0.0, 1.0], prompts=10) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("values", "fell"), [([0.2, 0.6, 0.55], False), ([0.2, 0.6, 0.45], True), ([], True)])
+def test_a_collapse_is_a_fall_below_the_best(values: list[float], fell: bool) -> None:
+    assert has_collapsed(Run("a", 1, [], 0, 1.0, {ACCURACY: list(enumerate(values))})) is fell
