@@ -20,18 +20,18 @@ HEAD = """# Evidence
 What happens when rollout and trainer disagree, and what each correction does about it: runs of this
 trainer on two CPU cores. Every number below is made from the runs in [evidence/](evidence) by
 `python -m scripts.evidence page`. All runs of a study start from one model; arms are compared at
-the same seeds. A run has collapsed when it ends in an error or 0.10 below its own best accuracy.
-"""
+the same seeds. A run has collapsed when it ends in an error or 0.10 below its own best accuracy."""
 
 
 def write_page() -> None:
     """Write docs/evidence.md and its figures from the results on disk."""
-    lines = [HEAD]
+    blocks = [HEAD]
     for name, study in STUDIES.items():
-        if runs := known_runs(RESULTS / f"{name}.jsonl", study):
+        runs = known_runs(RESULTS / f"{name}.jsonl", study)
+        if runs:
             draw(study, runs, RESULTS / f"{name}.png")
-            lines += section(name, study, runs)
-    PAGE.write_text("\n".join(lines), encoding="utf-8")
+        blocks += section(name, study, runs)
+    PAGE.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """From runs to a page: a table with all seeds, their mean and an interval over seeds and prompts, and a figure."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -88,21 +89,14 @@ def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
 
 
 def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
-    """The lines of the page on one study: question, what was expected, what was found, how to run it again."""
+    """The blocks of the page on one study: question, what was expected, what was found, how to run it again."""
     number = sum(len(found) for _, found in by_arm(study, runs))
     hours = sum(run.seconds for run in runs.values()) / 3600
     all_runs = len(study.arms) * len(study.seeds)
-    return [
-        f"## {name}",
-        "",
+    found = ["\n".join(table(study, runs)), f"![accuracy over steps, by arm](evidence/{name}.png)"] if runs else []
+    prose = (
         study.question,
-        "",
         f"Expected, before the first run: {study.expectation}",
-        "",
         f"Run with `python -m scripts.evidence {name}`: {number} of {all_runs} runs are here; they took {hours:.1f} hours.",
-        "",
-        *table(study, runs),
-        "",
-        f"![accuracy over steps, by arm](evidence/{name}.png)",
-        "",
-    ]
+    )
+    return [f"## {name}", *(textwrap.fill(paragraph, 100) for paragraph in prose), *found]

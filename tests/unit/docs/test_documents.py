@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from evidence.studies import STUDIES
 from recipe_arguments import RECIPES, ROOT, arguments_of
 from rich.console import Console
 
@@ -123,6 +124,9 @@ def _mistake_in_python(arguments):
         module, *overrides = arguments[1:]
         if module in ("pytest", "pip"):
             return None
+        if module == "scripts.evidence":
+            unknown = set(overrides) - {*STUDIES, "page", "--quick"}
+            return f"{unknown} is no study" if unknown else None
         path = ROOT / Path(*module.split("."))
         if not (path.with_suffix(".py").is_file() or path.is_dir()):
             return f"module {module} does not exist"
