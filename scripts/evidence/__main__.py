@@ -1,4 +1,4 @@
-"""Run a study, or what it lacks: python -m scripts.evidence NAME [--quick]
+"""Run a study, or what it lacks: python -m scripts.evidence NAME [WORD …] [--quick]
 
 Results are lines of docs/evidence/NAME.jsonl; docs/evidence.md and its figures are made from these alone. A study that was
 interrupted goes on: what was running is run again.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, run_missing, start_trainer
+from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, quick, run_all, start_trainer
 from evidence.studies import STUDIES
 from evidence.tables import accuracies, draw, section
 
@@ -38,16 +38,18 @@ def main() -> int:
     """Run what is missing of a study and write the page."""
     parser = argparse.ArgumentParser(prog="python -m scripts.evidence", description=__doc__)
     parser.add_argument("name", choices=[*STUDIES, "page"], help="a study, or 'page' to write docs/evidence.md alone")
+    parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: k8 disabled")
     parser.add_argument("--quick", action="store_true", help="one seed of the arms that show the sign of the effect")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept")
     given = parser.parse_args()
     try:
         if given.name != "page":
             study, results = STUDIES[given.name], RESULTS / f"{given.name}.jsonl"
-            todo = len(missing(study, known_runs(results, study), given.quick))
-            print(f"{todo} runs, some {todo * study.minutes:.0f} minutes on two idle cores", flush=True)
+            known = known_runs(results, study)
+            todo = quick(study, known) if given.quick else missing(study, known, given.words)
+            print(f"{len(todo)} runs, some {len(todo) * study.minutes:.0f} minutes on two idle cores", flush=True)
             prepare(given.folder)
-            for run in run_missing(given.name, study, given.folder, results, given.quick, start_trainer):
+            for run in run_all(study, todo, given.folder, results, start_trainer):
                 found = accuracies(run) or [float("nan")]
                 print(f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True)
         write_page()

@@ -71,17 +71,22 @@ def overrides_of(study: Study, arm: str, seed: int) -> list[str]:
     return [*study.common, *study.arms[arm], f"trainer.seed={seed}"]
 
 
-def missing(study: Study, known: dict[tuple[str, int], Run], quick: bool) -> list[tuple[str, int]]:
-    """Arms and seeds that are still to be run, all arms of a seed before the next seed."""
-    arms, seeds = (study.quick, study.seeds[:1]) if quick else (tuple(study.arms), study.seeds)
-    return [(arm, seed) for seed in seeds for arm in arms if (arm, seed) not in known]
+def missing(study: Study, known: dict[tuple[str, int], Run], words: Sequence[str] = ()) -> list[tuple[str, int]]:
+    """Arms whose names have all ``words``, and seeds, that are still to be run: all arms of a seed before the next seed."""
+    arms = [arm for arm in study.arms if set(words) <= set(arm.split())]
+    return [(arm, seed) for seed in study.seeds for arm in arms if (arm, seed) not in known]
 
 
-def run_missing(name: str, study: Study, folder: Path, results: Path, quick: bool, start: Start) -> Iterator[Run]:
-    """Run what is missing; every run is a line of ``results`` once it has ended. The trainer writes below ``folder``."""
+def quick(study: Study, known: dict[tuple[str, int], Run]) -> list[tuple[str, int]]:
+    """Of the first seed, the arms that show the sign of the effect, as far as they are still to be run."""
+    return [(arm, study.seeds[0]) for arm in study.quick if (arm, study.seeds[0]) not in known]
+
+
+def run_all(study: Study, todo: Sequence[tuple[str, int]], folder: Path, results: Path, start: Start) -> Iterator[Run]:
+    """Run arms with seeds; every run is a line of ``results`` once it has ended. The trainer writes below ``folder``."""
     results.parent.mkdir(parents=True, exist_ok=True)
-    for arm, seed in missing(study, known_runs(results, study), quick):
-        place, overrides = folder / name / f"{arm} seed{seed}".replace(" ", "_"), overrides_of(study, arm, seed)
+    for arm, seed in todo:
+        place, overrides = folder / results.stem / f"{arm} seed{seed}".replace(" ", "_"), overrides_of(study, arm, seed)
         places = (
             *(f"actor_rollout_ref.model.path={folder / 'sft_model'}", f"trainer.default_local_dir={place}"),
             *(f"data.{split}_files={folder / 'data' / split}.parquet" for split in ("train", "val")),

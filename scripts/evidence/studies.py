@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ACCURACY = "val-core/digits_sort/acc/mean@1"
+ACCURACY = "val-core/digits/acc/mean@1"
 """What arms are compared by: greedy accuracy on the validation prompts."""
 CORRECTIONS = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip")
 

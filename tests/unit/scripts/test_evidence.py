@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evidence.runs import MixedResultsError, Run, known_runs, missing, run_missing
+from evidence.runs import MixedResultsError, Run, known_runs, missing, quick, run_all
 from evidence.studies import ACCURACY, STUDIES, Study
 from evidence.tables import has_collapsed, interval, section
 
@@ -33,8 +33,9 @@ class Trainer:
         return self.ends.get(name, 0)
 
 
-def finish(folder: Path, start: Trainer, study: Study = STUDY, quick: bool = False) -> list[Run]:
-    return list(run_missing("s", study, folder / f"{len(start.started)}{start.ends}", folder / "s.jsonl", quick, start))
+def finish(folder: Path, start: Trainer, *words: str) -> list[Run]:
+    results = folder / "s.jsonl"
+    return list(run_all(STUDY, missing(STUDY, known_runs(results, STUDY), words), folder / f"{start.ends}", results, start))
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -66,10 +67,12 @@ def test_a_run_that_fails_is_a_result(tmp_path: Path) -> None:
     assert "| b | 0.500, 0.500 | 0.500 |" in "\n".join(section("s", STUDY, known_runs(tmp_path / "s.jsonl", STUDY)))
 
 
-def test_quick_is_one_seed_of_some_arms(tmp_path: Path) -> None:
-    assert missing(STUDY, {}, quick=True) == [("b", 1)]
-    finish(tmp_path, Trainer(), quick=True)
-    assert missing(STUDY, known_runs(tmp_path / "s.jsonl", STUDY), quick=False) == [("a", 1), ("a", 2), ("b", 2)]
+def test_quick_and_words_choose_arms(tmp_path: Path) -> None:
+    assert quick(STUDY, {}) == [("b", 1)]
+    finish(tmp_path, Trainer(), "b")
+    known = known_runs(tmp_path / "s.jsonl", STUDY)
+    assert quick(STUDY, known) == []
+    assert missing(STUDY, known) == [("a", 1), ("a", 2)]
 
 
 def test_results_of_another_configuration_are_refused(tmp_path: Path) -> None:
