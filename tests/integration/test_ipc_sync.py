@@ -175,7 +175,7 @@ def collect(engine: OtherProcess, count: int) -> dict[int, Completions]:
     """The next so many that end, one row for each number."""
     rows: dict[int, Completions] = {}
     while len(rows) < count:
-        numbers, completions = engine.call("collect", 1, 60.0)
+        numbers, completions, _ = engine.call("collect", 1, 60.0)
         rows |= {number: completions[row : row + 1] for row, number in enumerate(numbers)}
     return rows
 

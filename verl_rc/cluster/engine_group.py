@@ -245,8 +245,15 @@ class EngineGroup:
             self._hand_over_lost()
             self._tell_all("begin_steps")
 
+    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
+        """Which of these collected samples failed, and why; they cannot be taken."""
+        return self._work.take_failures(numbers)
+
     def take(self, numbers: Sequence[int]) -> Completions:
-        """The completions of these numbers, in this order, once all have been collected; each can be taken once."""
+        """The completions of these numbers, in this order, once all have been collected; each can be taken once.
+
+        Raises ``ToolFailedError`` when one failed.
+        """
         return self._work.take(numbers)
 
     def generate(
@@ -263,7 +270,10 @@ class EngineGroup:
         return self.finish(numbers, on_loss)
 
     def finish(self, numbers: Sequence[int], on_loss: OnLoss | None = None) -> Timed[Completions]:
-        """The completions of these numbers, in this order, once all have ended; each can be taken once. See ``generate``."""
+        """The completions of these numbers, in this order, once all have ended; each can be taken once. See ``generate``.
+
+        Raises ``ToolFailedError`` when one failed.
+        """
         try:
             busy_seconds = self.wait_for(numbers, on_loss)
         except RemoteError:

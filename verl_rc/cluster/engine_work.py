@@ -6,9 +6,10 @@ from itertools import count, groupby
 
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import Answer, Part, row_parts
-from verl_rc.rollout.response import Interrupted
+from verl_rc.rollout.response import Collected, Interrupted
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.tools import ToolFailedError
 
 
 def assign(prompts: Sequence[Sequence[int]], unfinished: Sequence[int], evenly: bool) -> list[list[int]]:
@@ -48,6 +49,8 @@ class EngineWork:
         """Finished samples in order of arrival."""
         self._rows: dict[int, int] = {}
         """The row of each number in the concatenated batches."""
+        self._failures: dict[int, str] = {}
+        """Why samples that have ended have no response, by number."""
 
     def add(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, awaited: bool
@@ -83,10 +86,12 @@ class EngineWork:
         counts = {engine: sum(number in mine for number in numbers) for engine, mine in enumerate(self._unfinished)}
         return {engine: missing for engine, missing in counts.items() if missing}
 
-    def record(self, answers: Mapping[int, tuple[list[int], Completions]]) -> None:
+    def record(self, answers: Mapping[int, Collected]) -> None:
         """Store the finished samples of each engine, without discarded ones."""
-        for engine, (numbers, completions) in answers.items():
-            known = [row for row, number in enumerate(numbers) if self._unfinished[engine].pop(number, None) is not None]
+        for engine, (numbers, completions, failures) in answers.items():
+            mine = self._unfinished[engine]
+            self._failures |= {number: why for number, why in failures.items() if mine.pop(number, None) is not None}
+            known = [row for row, number in enumerate(numbers) if mine.pop(number, None) is not None]
             if known:
                 first = len(self._rows)
                 self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
@@ -110,10 +115,16 @@ class EngineWork:
 
     def finished(self) -> list[int]:
         """The numbers of finished samples that were not taken, in ascending order."""
-        return sorted(self._rows)
+        return sorted([*self._rows, *self._failures])
+
+    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
+        """Remove those of these samples that failed; returns why, by number."""
+        return {number: self._failures.pop(number) for number in numbers if number in self._failures}
 
     def take(self, numbers: Sequence[int]) -> Completions:
-        """Remove finished samples and return their completions in this order."""
+        """Remove finished samples and return their completions in this order. Raises ``ToolFailedError`` when one failed."""
+        for why in self.take_failures(numbers).values():
+            raise ToolFailedError(why)
         rows = [self._rows.pop(number) for number in numbers]
         everything = Completions.cat(self._batches)
         others = sorted(self._rows, key=self._rows.__getitem__)
@@ -123,6 +134,7 @@ class EngineWork:
 
     def discard(self, numbers: Sequence[int]) -> None:
         """Drop samples, finished or not."""
+        self.take_failures(numbers)
         there = [number for number in numbers if number in self._rows]
         if there:
             self.take(there)

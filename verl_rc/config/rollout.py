@@ -84,8 +84,8 @@ class MultiTurnConfig(StrictModel):
     max_tool_response_length: int = Field(256, ge=1)
     """Maximum length of a tool's answer, characters; a longer answer is cut and marked."""
     tool_timeout_seconds: float = Field(60.0, gt=0)
-    """Time limit of one tool call, seconds. A tool that exceeds it ends the run; so does an exception other than
-    ``ToolError``."""
+    """Time limit of one tool call, seconds. A tool that exceeds it, or raises anything but ``ToolError``, ends a synchronous run;
+    in an asynchronous one its group is sampled once more, then counted as failed and replaced."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """The side of a longer answer that is cut: ``left`` keeps its end, ``right`` its beginning, ``middle`` both."""
 

@@ -363,20 +363,25 @@ class AsynchronousSupply:
         self._decide_whole(groups, record)
 
     def _file(self, numbers: Sequence[int]) -> list[Group]:
-        """Put what these requests gave into their samples, but for cancelled ones; returns the groups of these."""
+        """Put what these requests gave into their samples, but for cancelled ones; returns the groups of these.
+
+        The group of a sample that failed fails with it.
+        """
         numbers = [number for number in numbers if number in self._under_way]
-        if not numbers:
-            return []
-        given = self._services.engines.take(numbers)
-        touched: dict[int, Group] = {}
-        for row, number in enumerate(numbers):
+        failures = self._services.engines.take_failures(numbers)
+        touched = {self._under_way[number][0] for number in numbers}
+        if ended := [number for number in numbers if number not in failures]:
+            given = self._services.engines.take(ended)
+        for row, number in enumerate(ended):
             of_group, place = self._under_way.pop(number)
-            group = touched[of_group] = self._now.groups[of_group]
-            sample = group.samples[place]
+            sample = self._now.groups[of_group].samples[place]
             known = sample.num_sampled
             end_sample(sample, given, row, one_version=not self._cuts)
             self._since.arrived += sample.num_sampled - known
-        return list(touched.values())
+        for number, why in failures.items():
+            if number in self._under_way:  # else the group failed with another sample
+                self._fail(self._now.groups[self._under_way.pop(number)[0]], why)
+        return [group for number, group in self._now.groups.items() if number in touched]
 
     def _decide_whole(self, groups: Sequence[Group], record: StepRecord) -> None:
         if whole := [group for group in groups if group.is_whole]:

@@ -14,7 +14,7 @@ from verl_rc.data.tokenize import ToolTurnEncoder, load_tokenizer
 from verl_rc.rollout.response import Response
 from verl_rc.rollout.sampling import ConversationOptions
 from verl_rc.rollout.tool_calls import ParsedCall, Parser, answer_call, choose_parser, truncated
-from verl_rc.rollout.tools import ToolCaller, find_tools
+from verl_rc.rollout.tools import ToolCaller, ToolFailedError, find_tools
 
 _TURNS_AT_ONCE = 64
 """Turns of one engine whose tools work at the same time; further ones wait."""
@@ -81,7 +81,12 @@ class Conversations:
         if not hasattr(self._callers, "own"):
             self._callers.own = ToolCaller(self._config.tool_timeout_seconds)
         limit, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
-        return [truncated(answer_call(call, self._tools, self._callers.own), limit, side) for call in calls]
+        try:
+            return [truncated(answer_call(call, self._tools, self._callers.own), limit, side) for call in calls]
+        except ToolFailedError:
+            self._callers.own.close()
+            del self._callers.own  # the next turn in this thread gets another one
+            raise
 
 
 def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 
 from verl_rc.data.batches import Completions
-from verl_rc.rollout.response import UNKNOWN, Ended, Interrupted, Response
+from verl_rc.rollout.response import UNKNOWN, Collected, Ended, Interrupted, Response
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Box, Sample, StepLoop
+from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.rollout.vllm_sampler import VllmSampler
 from verl_rc.weight_sync import receiver
 from verl_rc.weight_sync.shared_bucket import BucketHandle
@@ -168,25 +169,29 @@ class RolloutEngine:
         """Stop sampling these, begun or not; ``collect`` still returns those that have ended."""
         self._loop.call(lambda sampler: self._loop.cancel(sampler, numbers))
 
-    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> tuple[list[int], Completions]:
+    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
         """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over (None: no limit).
 
-        Returns numbers in ascending order and one row for each; every number comes once. Raises like ``generate``.
+        Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
         """
-        return self._completions(self._loop.take(self._box, at_least, wait_seconds))
+        return self._collected(self._loop.take(self._box, at_least, wait_seconds))
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
         """Sample one response per request, in order, with priority over submitted samples that have not begun.
 
-        Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
+        Raises like ``collect``, and ``ToolFailedError`` when a tool failed.
         """
         box: Box = []
         self._loop.submit([Sample(row, request, options, ahead=True) for row, request in enumerate(requests)], box)
-        return self._completions(self._loop.take(box, at_least=len(requests)))[1]
+        collected = self._collected(self._loop.take(box, at_least=len(requests)))
+        for why in collected.failures.values():
+            raise ToolFailedError(why)
+        return collected.completions
 
-    def _completions(self, ended: Box) -> tuple[list[int], Completions]:
-        ended = sorted(ended, key=itemgetter(0))
-        return [number for number, _ in ended], self._collect_ended([response for _, response in ended])
+    def _collected(self, ended: Box) -> Collected:
+        failures = {number: str(one) for number, one in ended if isinstance(one, ToolFailedError)}
+        whole = sorted((one for one in ended if one[0] not in failures), key=itemgetter(0))
+        return Collected([number for number, _ in whole], self._collect_ended([response for _, response in whole]), failures)
 
     def _collect_ended(self, ended: list[Ended]) -> Completions:
         return self._collect([one.whole(row) for row, one in enumerate(ended)])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import Part
@@ -144,6 +144,17 @@ def sampled_log_probs(output: Output, row: int) -> list[float]:
     if [flat.token_ids[start] for start in first] != list(output.token_ids):
         raise ValueError(f"the log-probs of request {row} must belong to its sampled tokens, the engine returned others.")
     return [flat.logprobs[start] for start in first]
+
+
+class Collected(NamedTuple):
+    """Samples of one engine that have ended; every one is collected once."""
+
+    numbers: list[int]
+    """Of the samples that have a response, ascending."""
+    completions: Completions
+    """A row for each."""
+    failures: dict[int, str]
+    """Why the others have none, by number: a tool failed."""
 
 
 @dataclass(frozen=True)

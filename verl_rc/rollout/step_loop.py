@@ -22,6 +22,7 @@ from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.tools import ToolFailedError
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ After = Literal["step", "priority", "all"]
 """What a call waits for: the end of the current step; of all samples with priority; or until no sample may be stepped any more,
 because all have ended or the limit of steps is reached."""
 Box = list[tuple[int, Any]]
-"""Number and response of each sample that has ended. Only ``take`` may read it: the loop appends to it."""
+"""Number and response of each sample that has ended, a ``ToolFailedError`` where its tool failed. Only ``take`` may read it: the
+loop appends to it."""
 
 
 _SAME_SPAN_SECONDS = 0.005
@@ -339,11 +341,19 @@ class StepLoop(Generic[S]):
         answer.add_done_callback(notify)
 
     def _return_to_batch(self, sampler: S) -> None:
-        """Samples whose answers have come wait to begin again, or end. Raises what was raised instead of an answer."""
+        """Samples whose answers have come wait to begin again, or end, as those do whose tool failed.
+
+        Raises what else was raised instead of an answer.
+        """
         while self._back:
             key, answer = self._back.popleft()
             submitted = self._away.pop(key, None)
             if submitted is None:  # cancelled meanwhile
+                continue
+            failure = answer.exception()
+            if isinstance(failure, ToolFailedError):
+                sampler.drop([key])
+                self._put(submitted, failure)
                 continue
             response = sampler.proceed(key, answer.result())
             if response is None:

@@ -166,15 +166,15 @@ class ToolCaller:
     def __init__(self, timeout_seconds: float) -> None:
         """``timeout_seconds``: of each call."""
         self._timeout_seconds = timeout_seconds
-        self._calls: queue.SimpleQueue[tuple[Tool, Mapping[str, Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Tool, Mapping[str, Any]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def call(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         """The tool's answer, as text for the policy.
 
-        Raises ``ToolFailedError`` when the tool raises anything but ``ToolError``, gives no text, or is late; after that it must
-        not be used again.
+        Raises ``ToolFailedError`` when the tool raises anything but ``ToolError``, gives no text, or is late; after that only
+        ``close`` may be called.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tools", daemon=True)
@@ -182,7 +182,7 @@ class ToolCaller:
         self._calls.put((tool, arguments))
         where = f"the tool {tool.name!r} of {_KEY}.tools, called with {reprlib.repr(dict(arguments))},"
         try:
-            # Python cannot stop a thread: one that hangs is left behind and the run ends with its name.
+            # Python cannot stop a thread: one that hangs is left behind.
             answer = self._answers.get(timeout=self._timeout_seconds)
         except queue.Empty:
             raise ToolFailedError(
@@ -198,9 +198,13 @@ class ToolCaller:
             raise ToolFailedError(f"{where} must return a text, got {reprlib.repr(answer)}.")
         return answer
 
+    def close(self) -> None:
+        """End the thread, once the tool that it calls has returned."""
+        self._calls.put(None)
+
     def _work(self) -> None:
-        while True:
-            tool, arguments = self._calls.get()
+        while (call := self._calls.get()) is not None:
+            tool, arguments = call
             try:
                 self._answers.put(tool.call(arguments))
             except BaseException as error:

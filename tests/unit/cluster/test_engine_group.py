@@ -10,9 +10,10 @@ from verl_rc.cluster import engine_group
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
 from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
-from verl_rc.rollout.response import Interrupted
+from verl_rc.rollout.response import Collected, Interrupted
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
@@ -35,6 +36,8 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
         self.ended: list[Sample] = []
+        self.fails: set[int] = set()
+        """Seeds of samples that fail."""
         self.failure: RemoteError | None = None
         self.replaced = 0
         self.cut = Interrupted([], completions([]))
@@ -61,7 +64,10 @@ class Engine:
         assert (method, what) == ("collect", "generate")
         at_least, _ = arguments
         taken, self.ended = self.ended[:at_least], self.ended[at_least:]
-        return Call(([sample.number for sample in taken], completions([sample.request.seed for sample in taken])))
+        failures = {sample.number: "the tool failed" for sample in taken if sample.request.seed in self.fails}
+        taken = [sample for sample in taken if sample.number not in failures]
+        rows = completions([sample.request.seed for sample in taken])
+        return Call(Collected([sample.number for sample in taken], rows, failures))
 
     def replace(self) -> None:
         """Another one, that knows nothing of what this one was asked."""
@@ -195,6 +201,20 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     group.replace([1])
     group.collect(0.1)
     assert [engine.told[2:] for engine in engines] == [[("begin_steps",)]] * 2  # an update for the new one has stopped all
+
+
+def test_a_sample_that_failed_is_collected_and_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, engines = group_of(1, monkeypatch)
+    engines[0].fails = {1, 11, 12}
+    numbers = group.submit(requests(10, 11, 12), OPTIONS)
+    collected = [group.collect(0.1) for _ in range(3)]
+    assert collected == [[0], [0, 1], numbers]
+    assert group.take_failures(numbers[:2]) == {1: "the tool failed"}
+    assert group.take(numbers[:1]).responses.tolist() == [[10]]
+    group.cancel(numbers)
+    assert group.collect(0.1) == []
+    with pytest.raises(ToolFailedError, match=r"^the tool failed$"):
+        group.generate(requests(0, 1), OPTIONS)
 
 
 def test_cancelled_requests_are_stopped_and_never_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,15 @@ from hypothesis import strategies as st
 from seed_completions import completions
 
 from verl_rc.cluster.engine_work import EngineWork, assign
-from verl_rc.rollout.response import Interrupted
+from verl_rc.rollout.response import Collected, Interrupted
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=2, stop_token_ids=())
+
+
+def collected(numbers: list[int], tokens: list[int] | None = None) -> Collected:
+    """One token each, its number if not given."""
+    return Collected(numbers, completions(tokens or numbers), {})
 
 
 def groups(*sizes: int) -> list[list[int]]:
@@ -67,12 +72,12 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
         1: [2, 3, 6, 7],
     }
     assert work.num_unfinished(numbers) == {0: 4, 1: 4}
-    work.record({1: ([3, 7], completions([3, 7])), 0: ([5], completions([5]))})
+    work.record({1: collected([3, 7]), 0: collected([5])})
     assert work.finished() == [3, 5, 7]
     assert work.num_unfinished(numbers) == {0: 3, 1: 2}
     assert [sample.number for sample in work.unfinished(0)] == [0, 1, 4]
     assert work.take([7, 5]).responses[:, 0].tolist() == [7, 5]
-    work.record({0: ([0, 1, 4], completions([0, 1, 4])), 1: ([2, 6], completions([2, 6]))})
+    work.record({0: collected([0, 1, 4]), 1: collected([2, 6])})
     assert work.finished() == [0, 1, 2, 3, 4, 6]
     assert work.busy_engines() == []
     assert work.take([0, 1, 2, 3]).responses[:, 0].tolist() == [0, 1, 2, 3]
@@ -84,7 +89,7 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
 def test_new_work_goes_where_the_least_is_left() -> None:
     work = EngineWork(2)
     work.add([GenerationRequest([seed // 2], seed) for seed in range(8)], OPTIONS, awaited=True)
-    work.record({1: ([3, 7], completions([3, 7]))})
+    work.record({1: collected([3, 7])})
     _, handed = work.add([GenerationRequest([9], 9)], OPTIONS, awaited=False)
     assert list(handed) == [1]
 
@@ -92,13 +97,13 @@ def test_new_work_goes_where_the_least_is_left() -> None:
 def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> None:
     work = EngineWork(1)
     first, _ = work.add([GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=True)
-    work.record({0: ([0], completions([0]))})
+    work.record({0: collected([0])})
     work.discard(first)
     assert work.busy_engines() == []
     second, _ = work.add([GenerationRequest([0], 33)], OPTIONS, awaited=True)
     assert second == [3]
-    work.record({0: ([1, 2, 3], completions([1, 2, 33]))})
-    work.record({0: ([2], completions([2]))})
+    work.record({0: collected([1, 2, 3], [1, 2, 33])})
+    work.record({0: collected([2])})
     assert work.finished() == [3]
     assert work.take(second).responses.tolist() == [[33]]
 
@@ -106,7 +111,7 @@ def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> Non
 def test_what_an_update_cut_is_continued_by_another_engine_and_what_has_ended_is_not() -> None:
     work = EngineWork(2)
     numbers, _ = work.add([GenerationRequest([seed // 2], seed) for seed in range(4)], OPTIONS, awaited=False)
-    work.record({0: ([0], completions([0]))})
+    work.record({0: collected([0])})
     rows = completions([70, 71, 99])
     rows.policy_versions = torch.tensor([[4], [4], [4]])
     work.record_parts({0: Interrupted([0, 1, 99], rows), 1: Interrupted([], completions([]))})

@@ -21,7 +21,7 @@ from verl_rc.cluster import remote
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
-from verl_rc.data.batches import Timed, TokenBatch, TokenScores
+from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores
 from verl_rc.data.dataset import PromptRow
 from verl_rc.driver import train
 from verl_rc.driver.services import StoppedByAlertError
@@ -530,6 +530,53 @@ def test_a_group_that_fails_again_is_replaced_and_counted(tmp_path: Path) -> Non
 def test_more_than_one_failed_group_in_a_hundred_ends_the_run_with_the_first_error(tmp_path: Path) -> None:
     with pytest.raises(TooManyFailedGroupsError, match=r"but 2 did; the first error of the run: row 1 has no score\."):
         run(tmp_path, OWN_DEVICES, world=Slow(1), scorer=Failing(row1=2, row4=2), **LEAD)
+
+
+class Unlucky(Slow):
+    """Of some groups' samples both fail, as often as it is said, counted by the order in which groups are submitted."""
+
+    def __init__(self, seed: int, fails: Sequence[int], cuts: bool = False) -> None:
+        super().__init__(seed, cuts)
+        self.fails, self.failed = set(fails), set[int]()
+
+    def take_failures(self, numbers: Sequence[int]) -> dict[int, str]:
+        found = {number: f"the tool of request {number} failed." for number in numbers if number // 2 in self.fails}
+        self.failed |= set(found)
+        self.under_way -= set(found)
+        return found
+
+    def take(self, numbers: Sequence[int]) -> Completions:
+        assert not self.failed & set(numbers)
+        return super().take(numbers)
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        super().cancel([number for number in numbers if number not in self.failed])
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_sample_whose_tool_fails_fails_its_group_which_is_sampled_once_more(tmp_path: Path, partial: bool) -> None:
+    """T12: under its number, with other seeds."""
+    mode = {"staleness_threshold": 1.0, "partial_rollout": partial, "order": "admitted"}
+    run(tmp_path / "sound", OWN_DEVICES, world=Slow(1, cuts=partial), **mode)
+    world = Unlucky(1, [1], cuts=partial)
+    run(tmp_path / "again", OWN_DEVICES, world=world, **mode)
+    assert world.failed
+    assert prompts(tmp_path / "again", (1, 2, 3, 4)) == prompts(tmp_path / "sound", (1, 2, 3, 4))
+    sound, again = samples(tmp_path / "sound", 1), samples(tmp_path / "again", 1)
+    assert sound[:2] == again[:2]
+    assert sound[2:] != again[2:]
+    assert sum(of_column(tmp_path / "again", "async/failed_groups")) == 0
+
+
+def test_a_group_whose_tools_fail_again_is_replaced_and_more_than_one_in_a_hundred_end_the_run(tmp_path: Path) -> None:
+    run(tmp_path / "one", OWN_DEVICES, world=Unlucky(1, [1, 4]), **LEAD)  # the fifth group submitted is the second again
+    assert prompts(tmp_path / "one", (1, 2, 3, 4)) == ["0", "2", "3", "4", "5", "6", "7", "8"]
+    assert sum(of_column(tmp_path / "one", "async/failed_groups")) == 1
+    state = SavedRun.load(tmp_path / "one" / "global_step_4").state.supply
+    assert state is not None
+    assert state.failed.first_error.startswith("the tool of request ")
+    with pytest.raises(TooManyFailedGroupsError, match=r"the first error of the run: the tool of request \d+ failed\."):
+        run(tmp_path / "all", OWN_DEVICES, world=Unlucky(1, range(100)), **LEAD)
 
 
 class Hanging(Slow):

@@ -237,17 +237,41 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs"])
-def test_a_tool_that_fails_ends_the_engine_with_its_name(how: str, tokenizer: Any) -> None:
+def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: Any) -> None:
+    """T12: each failure names the tool; the engine goes on, also with that tool."""
+    hanging = threading.Event()
+
     def function(expression: str) -> str:
+        if expression == "1+1":
+            return "2"
         if how == "raises":
             raise ArithmeticError("no")
-        threading.Event().wait()
+        hanging.wait()
         return ""
 
     tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    bad, call, said = (ids(tokenizer, text, END) for text in ("<tool>bad</tool>", "<tool>1+1</tool>", "2"))
+    scripts = [[bad], [bad], [call, said]]
+    sampler, loop, box = talk(tokenizer, scripts, tools={"calculator": tool}, tool_timeout_seconds=0.2)
+    ended = dict(loop.take(box, 3, PATIENCE))
+    for number in (0, 1):
+        assert isinstance(ended[number], ToolFailedError)
+        assert str(ended[number]).startswith("the tool 'calculator' of actor_rollout_ref.rollout.multi_turn.tools, called with")
+    assert ended[2].whole(2).tool_calls == 1
+    assert sampler._open.get("0") is None  # nothing is kept of it
+    loop.submit([Sample(2, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
+    ((_, response),) = loop.take(box, 1, PATIENCE)
+    assert response.tool_calls == 1
+    assert loop.call(lambda _: len(box), after="all") == 0  # an update waits for none of them
+    hanging.set()
+    loop.stop()
+
+
+def test_what_follows_from_an_error_of_the_program_ends_the_engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call = ids(tokenizer, "<tool>1+1</tool>", END)
-    _, loop, box = talk(tokenizer, [[call]], tools={"calculator": tool}, tool_timeout_seconds=0.2)
-    with pytest.raises(ToolFailedError, match=r"the tool 'calculator' of .*multi_turn.tools"):
+    monkeypatch.setattr("verl_rc.rollout.conversation.truncated", lambda text, limit, side: 1 / 0)
+    _, loop, box = talk(tokenizer, [[call]])
+    with pytest.raises(ZeroDivisionError):
         loop.take(box, 1, PATIENCE)
 
 

@@ -186,6 +186,20 @@ def test_a_failure_names_the_tool_and_its_call(how: str, message: str) -> None:
         ToolCaller(0.2 if how == "hang" else 600).call(SLOW_TOOL, {"how": how})
 
 
+def test_a_thread_ends_once_its_last_call_has_returned() -> None:
+    go_on = threading.Event()
+    tool = Tool("odd", "Waits.", {}, lambda: str(go_on.wait(600)))
+    caller = ToolCaller(0.1)
+    with pytest.raises(ToolFailedError, match="must answer within"):
+        caller.call(tool, {})
+    caller.close()
+    assert caller._thread is not None
+    assert caller._thread.is_alive()
+    go_on.set()
+    caller._thread.join(10.0)
+    assert not caller._thread.is_alive()
+
+
 SOURCE = """
 from verl_rc.rollout.tools import Tool
 SHOUT = Tool("shout", "Shouts.", {"text": "what"}, lambda text: text.upper())
