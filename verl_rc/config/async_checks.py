@@ -1,4 +1,4 @@
-"""What must hold between ``async_training`` and the rest of the configuration, and what of it is not built yet."""
+"""What must hold between ``async_training`` and the rest of the configuration."""
 
 import math
 from collections.abc import Iterator
@@ -12,10 +12,6 @@ _CORRECTION = "algorithm.rollout_correction"
 _CHOICES = {"rollout_is", "rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold", "bypass_mode"}
 """Fields of rollout correction, one of which is given where a correction was chosen; a preset gives ``rollout_is``."""
 
-UNBUILT = {
-    "max_concurrent_rollouts": "a limit below max_num_seqs is not built; write actor_rollout_ref.rollout.max_num_seqs",
-}
-"""Keys whose values other than the default are refused, and why. A key that is built loses its line."""
 _NEEDS_ASYNCHRONY = (
     "max_off_policy_threshold",
     "max_off_policy_strategy",
@@ -24,25 +20,11 @@ _NEEDS_ASYNCHRONY = (
     "max_token_age",
     "group_timeout_seconds",
     "deterministic_steps",
+    "max_concurrent_rollouts",
 )
 
 
 def check_async_training(config: RunConfig) -> Iterator[str]:
-    """Every problem of the section, one sentence each; only what is not built, as long as anything of that was given."""
-    yield from [*refuse_unbuilt(config.async_training)] or contradictions(config)
-
-
-def refuse_unbuilt(given: AsyncTrainingConfig) -> Iterator[str]:
-    """One sentence for all keys that are refused for the same reason: accepted, they would change nothing."""
-    by_reason: dict[str, list[str]] = {}
-    for key, reason in UNBUILT.items():
-        if _differs(given, key):
-            by_reason.setdefault(reason, []).append(f"{_SECTION}.{key}={getattr(given, key)}")
-    for reason, keys in by_reason.items():
-        yield f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} refused: {reason}."
-
-
-def contradictions(config: RunConfig) -> Iterator[str]:
     """What does not fit together, one sentence each."""
     options = config.async_training
     yield from _batches(config)
@@ -100,10 +82,11 @@ def _surroundings(config: RunConfig) -> Iterator[str]:
             f"version can be validated, got {config.trainer.test_freq}; for example "
             f"{-(-config.trainer.test_freq // every) * every}."
         )
-    if options.max_concurrent_rollouts is not None and options.max_concurrent_rollouts > rollout.max_num_seqs:
+    most = options.max_concurrent_rollouts
+    if most is not None and most > rollout.max_num_seqs and not rollout.multi_turn.enable:
         yield (
             f"{_SECTION}.max_concurrent_rollouts must be at most actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs}, "
-            f"which an engine works on at once, got {options.max_concurrent_rollouts}; raise that, or drop it."
+            f"which an engine works on at once where no tools are waited for, got {most}; raise that, or drop it."
         )
 
 

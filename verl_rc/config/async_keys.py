@@ -8,6 +8,7 @@ from verl_rc.config.schema import default_at
 
 _MODE, _V1 = "trainer.v1.trainer_mode", "trainer.v1.separate_async"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _VERLS_DEFAULTS = {
     f"{_V1}.num_warmup_batches": 1,
     f"{_V1}.parameter_sync_step": 4,
@@ -26,6 +27,7 @@ WRITTEN_HERE = {
     **{key: f"`{name}` beside `{_MODE}=separate_async`" for key, name in _OWN_NAMES.items()},
     "rollout.total_rollout_steps": "`trainer.total_training_steps`, that number / prompts of a step",
     "rollout.test_freq": "`trainer.test_freq`, that number × `async_training.trigger_parameter_sync_step`",
+    "async_training.concurrent_samples_per_replica": "`async_training.max_concurrent_rollouts`, that number × `rollout.n`",
     "async_training.use_rollout_log_probs": f"`{_BYPASS}`",
     "actor_rollout_ref.actor.use_rollout_log_probs": f"`{_BYPASS}`",
     "data.gen_batch_size": "nothing, where it is 1 beside `async_training.*`",
@@ -77,6 +79,16 @@ def _validations(value: Any, given: Mapping[str, Any]) -> Translated:
     return "trainer.test_freq", value * every if counts else value
 
 
+def _concurrent(value: Any, given: Mapping[str, Any]) -> Translated:
+    """``async_training.concurrent_samples_per_replica`` counts prompts, each with all its samples."""
+    samples = given.get("rollout.n", _value(given, f"{_ROLLOUT}.n"))
+    most = value * samples if isinstance(value, int) and isinstance(samples, int) else value
+    # without tools an engine decodes what it works on, and never more than that
+    decoded = None if _value(given, f"{_ROLLOUT}.multi_turn.enable") else _value(given, f"{_ROLLOUT}.max_num_seqs")
+    happens_anyway = isinstance(most, int) and isinstance(decoded, int) and most >= decoded
+    return None if happens_anyway else ("async_training.max_concurrent_rollouts", most)
+
+
 def _bypass(value: Any, _: Mapping[str, Any]) -> Translated:
     return (_BYPASS, True) if value is True else None
 
@@ -96,6 +108,7 @@ _TRANSLATIONS: dict[str, Callable[[Any, Mapping[str, Any]], Translated]] = {
     _MODE: lambda *_: None,
     "rollout.total_rollout_steps": _steps,
     "rollout.test_freq": _validations,
+    "async_training.concurrent_samples_per_replica": _concurrent,
     "async_training.use_rollout_log_probs": _bypass,
     "actor_rollout_ref.actor.use_rollout_log_probs": _bypass,
 }

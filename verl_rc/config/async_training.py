@@ -44,7 +44,8 @@ class AsyncTrainingConfig(StrictModel):
     """Order in which groups are trained on: that of their admission, or that of their completion, the oldest version first.
     ``auto``: ready with partial rollouts, else admitted."""
     max_concurrent_rollouts: int | None = Field(None, ge=1)
-    """Samples that one engine works on at once, at most ``rollout.max_num_seqs``; null: as many as that."""
+    """Samples of one engine that have begun and not ended, those that wait for tools included; the others wait, and the lowest
+    numbers begin first. Validation does not count. null: no limit but ``rollout.max_num_seqs``, of those that are decoded."""
     max_token_age: int | None = Field(None, ge=0)
     """Tokens older than this many steps leave the loss and are counted as rejected; the advantage baseline keeps their
     samples. null: none."""

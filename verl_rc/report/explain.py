@@ -271,6 +271,9 @@ def _rule_of_ages(config: RunConfig) -> Iterator[Row]:
     count = options.groups_in_memory(config.data.train_batch_size)
     greedy = " and a greedy one" if config.algorithm.estimator_reads("reward_baselines") else ""
     yield "in memory", f"at most {count} prompts, {rollout.n} samples{greedy} each, are sampled or wait"
+    if options.max_concurrent_rollouts is not None:
+        most = options.max_concurrent_rollouts
+        yield "at once", f"an engine works on at most {most} samples, those that wait for tools included; the oldest begin first"
     if options.max_token_age is not None:
         yield "token age", f"tokens older than {options.max_token_age} step(s) leave the loss; the baseline keeps their samples"
     late = options.group_timeout_seconds

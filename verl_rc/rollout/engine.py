@@ -40,7 +40,7 @@ class RolloutEngine:
         """By the last update."""
         self._paused_at = 0.0
         """When the last update began, ``time.perf_counter`` seconds."""
-        self._loop = StepLoop(partial(VllmSampler, options))
+        self._loop = StepLoop(partial(VllmSampler, options), options.max_concurrent)
         if options.deterministic_steps is not None:
             self._loop.call(lambda _: self._loop.limit(0))
 

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -92,6 +93,15 @@ class _Command:
     after: After
 
 
+class _Rank(IntEnum):
+    """Who goes first among those that wait."""
+
+    AHEAD = 0
+    BEGUN = 1
+    """Without priority, cut or away before."""
+    NEW = 2
+
+
 @dataclass(frozen=True)
 class _Submitted:
     """A sample that was submitted, and the box its response goes to."""
@@ -107,14 +117,18 @@ class StepLoop(Generic[S]):
     raises it. An exception in a command is raised by its ``call``, and the loop continues.
     """
 
-    def __init__(self, build: Callable[[], S]) -> None:
-        """Build the sampler, in its thread. Raises what ``build`` raises."""
+    def __init__(self, build: Callable[[], S], max_concurrent: int | None = None) -> None:
+        """Build the sampler, in its thread. Raises what ``build`` raises.
+
+        ``max_concurrent``: samples without priority that may have begun and not ended; None: no limit.
+        """
+        self._max_concurrent = max_concurrent
         self._changed = threading.Condition()
         """Guards commands, boxes and the end, which all threads share, and wakes the threads that wait for a change."""
         self._commands: deque[_Command] = deque()
         self._end: BaseException | None = None
-        self._waiting: list[tuple[bool, int, int, _Submitted]] = []
-        """A heap of samples that wait to begin, ordered by priority (ahead first), number and arrival."""
+        self._waiting: list[tuple[_Rank, int, int, _Submitted]] = []
+        """A heap of samples that wait to begin or to go on, ordered by rank, number and arrival."""
         self._running: dict[str, _Submitted] = {}
         self._ahead_running = 0
         self._away: dict[str, _Submitted] = {}
@@ -141,7 +155,7 @@ class StepLoop(Generic[S]):
 
         def add(_: S) -> None:
             for sample in samples:
-                self._wait(next(self._arrivals), _Submitted(sample, box))
+                self._wait(next(self._arrivals), _Submitted(sample, box), _Rank.NEW)
 
         self._post(add, "step")
 
@@ -251,9 +265,10 @@ class StepLoop(Generic[S]):
 
     # in the owning thread
 
-    def _wait(self, arrival: int, submitted: _Submitted) -> None:
+    def _wait(self, arrival: int, submitted: _Submitted, rank: _Rank = _Rank.BEGUN) -> None:
+        rank = _Rank.AHEAD if submitted.sample.ahead else rank
         # The arrival comes before the sample, because samples cannot be compared.
-        heapq.heappush(self._waiting, (not submitted.sample.ahead, submitted.sample.number, arrival, submitted))
+        heapq.heappush(self._waiting, (rank, submitted.sample.number, arrival, submitted))
 
     def _run(self, build: Callable[[], S]) -> None:
         try:
@@ -297,9 +312,18 @@ class StepLoop(Generic[S]):
         return not (away or self._may_step())
 
     def _may_step(self) -> bool:
-        if self._holds or not (self._running or self._waiting):
+        if self._holds or not (self._running or self._may_begin()):
             return False
         return self._has_priority() or self._may_decode()
+
+    def _may_begin(self) -> bool:
+        """Whether the first sample that waits has to wait for no other one, but for room."""
+        if not self._waiting:
+            return False
+        rank = self._waiting[0][0]
+        if rank != _Rank.AHEAD and (self._ahead_running or not self._may_decode()):
+            return False
+        return rank != _Rank.NEW or self._max_concurrent is None or self._num_begun() < self._max_concurrent
 
     def _has_priority(self) -> bool:
         """Whether a sample with priority runs or waits."""
@@ -318,16 +342,18 @@ class StepLoop(Generic[S]):
                 raise
 
     def _begin_waiting(self, sampler: S) -> None:
-        """Begin samples while there is room and no running sample has priority over them."""
-        while self._waiting and len(self._running) < sampler.capacity:
-            behind, _, arrival, submitted = self._waiting[0]
-            if behind and (self._ahead_running or not self._may_decode()):
-                return
-            heapq.heappop(self._waiting)
+        """Begin samples while there is room."""
+        while self._may_begin() and len(self._running) < sampler.capacity:
+            _, _, arrival, submitted = heapq.heappop(self._waiting)
             self._running[str(arrival)] = submitted
             self._ahead_running += submitted.sample.ahead
             if answer := sampler.begin(str(arrival), submitted.sample):
                 self._leave_batch(str(arrival), answer)
+
+    def _num_begun(self) -> int:
+        """Samples without priority that run or are away; those that wait to go on come before new ones."""
+        away = sum(not submitted.sample.ahead for submitted in self._away.values())
+        return len(self._running) - self._ahead_running + away
 
     def _leave_batch(self, key: str, answer: "Future[Any]") -> None:
         """Without the sample until ``answer`` has come; others may take its place."""

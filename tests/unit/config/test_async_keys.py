@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sound_run import sound_run
 
-from verl_rc.config.async_checks import contradictions
+from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import load_config
 from verl_rc.config.run import RunConfig
@@ -39,7 +39,7 @@ def test_a_fully_asynchronous_recipe() -> None:
     assert config.trainer.test_freq == 10 * 4
     assert config.algorithm.rollout_correction.bypass_mode
     assert (options.resolved_order, options.oldest, options.groups_in_memory(128)) == ("ready", 9, 768)
-    assert list(contradictions(config)) == []
+    assert list(check_async_training(config)) == []
 
 
 def test_a_one_step_off_recipe() -> None:
@@ -48,7 +48,7 @@ def test_a_one_step_off_recipe() -> None:
     own = ["async_training.staleness_threshold=1", "async_training.partial_rollout=False"]
     config = load(*one_step_off, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", *own)
     assert (config.num_engines, config.async_training.oldest) == (1, 1)
-    assert list(contradictions(config)) == []
+    assert list(check_async_training(config)) == []
 
 
 OF_VERLS_FILES: dict[str, Any] = {
@@ -82,14 +82,14 @@ def test_every_key_of_verls_files_is_known() -> None:
     given = [f"{key}={'null' if value is None else value}" for key, value in OF_VERLS_FILES.items()]
     config = load_config(RunConfig, [*sound_run(without={*OF_VERLS_FILES, "actor_rollout_ref.rollout.n"}), *given])
     options = config.async_training
-    assert (options.staleness_threshold, options.trigger_parameter_sync_step, options.max_concurrent_rollouts) == (0.1, 4, 16)
+    assert (options.staleness_threshold, options.trigger_parameter_sync_step, options.max_concurrent_rollouts) == (0.1, 4, 64)
     assert (config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.rollout.n_gpus_per_node) == (4, 8)
     assert config.algorithm.rollout_correction.bypass_mode
     assert config.trainer.total_training_steps == 51200 // 16  # of one mini-batch
 
 
 OTHER_VALUES_OF_VERL = [
-    ("async_training.concurrent_samples_per_replica=999", "async_training.max_concurrent_rollouts must be at most"),
+    ("async_training.concurrent_samples_per_replica=15", None),
     ("async_training.staleness_threshold=0.3", None),
     ("actor_rollout_ref.rollout.standalone_gpu_memory_utilization=0.5", "write gpu_memory_utilization"),
     ("async_training.use_trainer_do_validate=True", "validation runs on the engines; write False"),
@@ -102,14 +102,22 @@ OTHER_VALUES_OF_VERL = [
 def test_other_values_are_taken_over_or_refused_key_by_key(override: str, said: str | None) -> None:
     given = [one for one in FULLY_ASYNC if not one.startswith(override.partition("=")[0])]
     if said is None:
-        assert list(contradictions(load(*given, override))) == []
+        assert list(check_async_training(load(*given, override))) == []
         return
     try:
-        messages = list(contradictions(load(*given, override)))
+        messages = list(check_async_training(load(*given, override)))
     except ConfigError as error:
         messages = [str(error)]
     (message,) = messages
     assert said in message
+
+
+@pytest.mark.parametrize(
+    ("given", "most"), [(15, 240), (16, None), (999, None), ("16 actor_rollout_ref.rollout.multi_turn.enable=True", 256)]
+)
+def test_verl_counts_prompts_with_16_samples_and_an_engine_never_decodes_more_than_256(given: Any, most: int | None) -> None:
+    overrides = f"async_training.concurrent_samples_per_replica={given}".split()
+    assert load(*FULLY_ASYNC, *overrides).async_training.max_concurrent_rollouts == most
 
 
 def test_separate_async_brings_verls_defaults_and_yields_to_what_is_given() -> None:
@@ -123,7 +131,7 @@ def test_separate_async_brings_verls_defaults_and_yields_to_what_is_given() -> N
 
 def test_a_hard_bound_below_the_lead_is_refused_in_verls_words_too() -> None:
     given = ["trainer.v1.separate_async.num_warmup_batches=2", "trainer.v1.sampler.max_off_policy_threshold=1"]
-    (message,) = contradictions(load(*SEPARATE, CORRECTION, *given))
+    (message,) = check_async_training(load(*SEPARATE, CORRECTION, *given))
     assert "max_off_policy_threshold must be at least async_training.staleness_threshold=2" in message
 
 

@@ -44,6 +44,12 @@ def test_what_an_engine_does_to_running_responses_at_an_update(
     assert options.arguments.get("async_scheduling") == (None if on_update == "finish" else False)
 
 
+def test_an_engine_knows_how_many_samples_it_may_work_on(tmp_path: Path) -> None:
+    given = (f"{S}.staleness_threshold=1", f"{S}.max_concurrent_rollouts=5", "actor_rollout_ref.hybrid_engine=False")
+    config = small_run_config(tmp_path, *given, "algorithm.rollout_correction.preset=decoupled_token_is")
+    assert engine_options(config, "cpu").max_concurrent == 5
+
+
 @pytest.mark.parametrize(
     ("asked", "steps", "is_said"), [("null", 14, False), ("14", 14, False), ("9", 9, False), ("15", 14, True)]
 )

@@ -115,11 +115,12 @@ def talk(
     tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 60, tools: dict[str, Tool] | None = None, **config: Any
 ) -> tuple[ScriptedSampler, "StepLoop[ScriptedSampler]", Box]:
     """Begin conversations whose prompt is one token, their number."""
+    limit = config.pop("limit", None)
     multi_turn = MultiTurnConfig(enable=True, tools=["calculator"], **{"format": "tag", **config})
     conversations = Conversations(tokenizer, multi_turn, {})
     conversations._tools = conversations._tools if tools is None else tools
     sampler = ScriptedSampler(dict(enumerate(scripts)), conversations, tokenizer.eos_token_id)
-    loop, box = StepLoop(lambda: sampler), []
+    loop, box = StepLoop(lambda: sampler, limit), []
     asked = [GenerationRequest([index], seed=100 + index) for index in range(len(scripts))]
     given = options(max_tokens, tokenizer.eos_token_id)
     loop.submit([Sample(number, request, given) for number, request in enumerate(asked)], box)
@@ -166,6 +167,28 @@ def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> No
     assert (first, response.tool_turns) == (1, 3)
     go_on.set()
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [0]
+    loop.stop()
+
+
+def test_a_sample_that_waits_for_its_tool_counts_among_those_that_have_begun(tokenizer: Any) -> None:
+    """And the engine rests meanwhile: it makes no step without a sample."""
+    call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
+    called, go_on = threading.Event(), threading.Event()
+
+    def function(expression: str) -> str:
+        called.set()
+        assert go_on.wait(PATIENCE)
+        return "2"
+
+    tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    sampler, loop, box = talk(tokenizer, [[call, said], [said]], tools={"calculator": tool}, limit=1)
+    assert called.wait(PATIENCE)
+    assert loop.call(lambda _: len(box)) == 0
+    assert len(loop.call(lambda _: loop.take_activity())) == 1
+    assert loop.call(lambda _: loop.take_activity()) == []
+    go_on.set()
+    assert [number for number, _ in loop.take(box, 2, PATIENCE)] == [0, 1]
+    assert [asked.number for asked in sampler.calls] == [0, 0, 1]
     loop.stop()
 
 

@@ -90,8 +90,8 @@ def steps() -> threading.Semaphore:
 def loops(steps: threading.Semaphore) -> Iterator[Callable[..., StepLoop[Countdown]]]:
     made: list[StepLoop[Countdown]] = []
 
-    def make(capacity: int = 8, kind: type[Countdown] = Countdown) -> StepLoop[Countdown]:
-        made.append(StepLoop(partial(kind, capacity, steps)))
+    def make(capacity: int = 8, kind: type[Countdown] = Countdown, limit: int | None = None) -> StepLoop[Countdown]:
+        made.append(StepLoop(partial(kind, capacity, steps), limit))
         return made[-1]
 
     yield make
@@ -144,6 +144,22 @@ def test_no_more_than_fit_are_under_way_and_the_lowest_number_begins_first(loops
     assert sorted(loop.take(box, at_least=4, wait_seconds=PATIENCE)) == [(3, (2, 0)), (4, (1, 0)), (5, (1, 0)), (7, (1, 0))]
     begun = [("begin", 3), ("begin", 4), "step", ("begin", 5), "step", ("begin", 7), "step"]
     assert log_of(loop) == begun
+
+
+def test_new_samples_wait_for_the_end_of_others_and_what_was_cut_does_not(loops: Any, steps: threading.Semaphore) -> None:
+    """Nor do samples with priority. A lower number that comes later begins next."""
+    loop, box, other = loops(limit=2), [], []
+    steps.release(1000)
+    loop.call(lambda _: loop.limit(1))
+    loop.submit([sample(4, 3), sample(5, 4), sample(6, 1)], box)
+    loop.call(loop.cut, after="all")
+    loop.submit([sample(3, 1)], box)
+    loop.submit([sample(0, 1, ahead=True)], other)
+    assert [number for number, _ in loop.take(other, 1, PATIENCE)] == [0]
+    loop.call(lambda _: loop.limit(1000))
+    assert [number for number, _ in loop.take(box, 4, PATIENCE)] == [4, 5, 3, 6]
+    begun = [number for _, number in (item for item in log_of(loop) if item != "step")]
+    assert begun == [4, 5, 0, 4, 5, 3, 6]
 
 
 def test_samples_ahead_let_what_has_begun_go_on_and_hold_the_rest_back(loops: Any, steps: threading.Semaphore) -> None:

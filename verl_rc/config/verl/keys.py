@@ -25,7 +25,6 @@ MOVED = {
     "rollout.nnodes": "actor_rollout_ref.rollout.nnodes",
     "rollout.n_gpus_per_node": "actor_rollout_ref.rollout.n_gpus_per_node",
     "rollout.total_epochs": "trainer.total_epochs",
-    "async_training.concurrent_samples_per_replica": "async_training.max_concurrent_rollouts",
 }
 """Keys and sections of verl and their names in this schema; also keys that verl itself no longer reads."""
 
