@@ -65,6 +65,8 @@ class World:
         """A row for each request that was submitted, sampled at once; its number is its place."""
         self.under_way: set[int] = set()
         self.failure: Exception | None = None
+        self.canaries: list[Completions] = []
+        """Of each publication whose canary tokens are generated beside other samples."""
 
     # the engines
 
@@ -124,6 +126,15 @@ class World:
 
     def generate_on_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[Completions]:
         return [self.generate(requests, options).result]
+
+    def submit_to_each(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> list[list[int]]:
+        """A row for each at the end of a list of their own; their numbers count down."""
+        self.canaries.append(self.sample(requests))
+        return [[-len(self.canaries)]]
+
+    def finish(self, numbers: Sequence[int], on_loss: Any = None) -> Timed[Completions]:
+        (number,) = numbers
+        return Timed(self.canaries[-number - 1], 0.5)
 
     def wake_up(self, tag: str) -> None:
         pass

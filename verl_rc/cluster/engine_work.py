@@ -73,6 +73,19 @@ class EngineWork:
             self._unfinished[engine] |= {sample.number: sample for sample in mine}
         return [sample.number for sample in samples], of_engines
 
+    def add_to_each(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> tuple[list[list[int]], dict[int, list[Sample]]]:
+        """Assign all requests to every engine; returns numbers and samples by engine.
+
+        The numbers are below all others, so that these samples begin first.
+        """
+        of_engines: dict[int, list[Sample]] = {}
+        for engine, mine in enumerate(self._unfinished):
+            of_engines[engine] = [Sample(-1 - next(self._numbers), request, options) for request in requests]
+            mine |= {sample.number: sample for sample in of_engines[engine]}
+        return [[sample.number for sample in samples] for samples in of_engines.values()], of_engines
+
     def unfinished(self, engine: int) -> list[Sample]:
         """The unfinished samples of an engine, in the order of their numbers."""
         return [self._unfinished[engine][number] for number in sorted(self._unfinished[engine])]

@@ -141,6 +141,8 @@ class AsynchronousSupply:
         """Whether a publication cuts what is under way."""
         self._stepped: int | None = None
         """The version with which engines were last told to make steps."""
+        self._canaries: list[list[int]] = []
+        """Requests for canary tokens that were published with the current version and not judged yet, by engine."""
         self._under_way: dict[int, tuple[int, int]] = {}
         """By the engines' number of a request: number of its group, place of its sample there."""
         self._submitted_at: dict[int, float] = {}
@@ -170,6 +172,7 @@ class AsynchronousSupply:
         self._empty_shared_devices(record)
         groups = [now.groups.pop(number) for number in self._next_batch(step, record)]
         now.ledger = now.ledger.end("trained", [group.number for group in groups])
+        self._judge_canaries(record)
         samples, baselines = join(self._services, groups)
         samples = with_component_scores(self._services, samples, record)
         ages = [step - 1 - group.version for group in groups]
@@ -194,7 +197,11 @@ class AsynchronousSupply:
         WHILE_WAITING.work = None
         while self._under_way and not self._cuts:
             self._receive(record, version=step)
-        limit = weights.publish(self._services, self._state, step, record)
+        # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could come with.
+        rides = self._options.deterministic_steps is None and step < self._services.total_steps
+        limit = weights.publish(self._services, self._state, step, record, with_canary=False if rides else None)
+        if rides and weights.canary_is_due(self._services, step):
+            self._canaries = weights.submit_canary(self._services)
         self._now.admission = self._now.admission.publish(step)
         if self._cuts:
             self._note_parts(record, version=step)
@@ -275,6 +282,12 @@ class AsynchronousSupply:
         numbers = self._services.engines.submit(requests, options)
         places = [(group.number, one.index) for group, one in samples]
         self._under_way |= dict(zip(numbers, places, strict=True))
+
+    def _judge_canaries(self, record: StepRecord) -> None:
+        """Those of the last publication: the trainer still holds its weights, and they have ended beside the batch."""
+        if self._canaries:
+            weights.collect_canary(self._services, self._state, self._canaries, record)
+            self._canaries = []
 
     # groups on their way back
 

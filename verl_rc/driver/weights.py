@@ -37,21 +37,25 @@ def replace_engines(services: Services, lost: EnginesLostError, record: StepReco
     services.engines.sleep()
 
 
-def publish(services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool = False) -> float | None:
+def publish(
+    services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool | None = None
+) -> float | None:
     """Send the current weights to every engine as ``version`` and prove that they arrived; engines that are lost are replaced.
 
-    Canary tokens are generated ``with_canary`` and for every ``sync_proof.canary_freq``-th publication; returns the limit of
-    their gap, which the first ones calibrate.
+    Canary tokens are generated and waited for ``with_canary``, None: if they are due. Returns the limit of their gap, which the
+    first ones calibrate.
     """
+    with_canary = canary_is_due(services, version) if with_canary is None else with_canary
     try:
-        limit = _deliver(services, state, version, record, with_canary or _canary_is_due(services, version))
+        limit = _deliver(services, state, version, record, with_canary)
     except EnginesLostError as lost:
         limit = _replace_and_deliver(services, state, version, record, lost)
     record.add({"sync/bytes": float(services.manifest.num_bytes), "sync/tensors": float(len(services.manifest.tensors))})
     return limit
 
 
-def _canary_is_due(services: Services, version: int) -> bool:
+def canary_is_due(services: Services, version: int) -> bool:
+    """Whether canary tokens prove the publication of ``version``: every ``sync_proof.canary_freq``-th one."""
     frequency = services.config.actor_rollout_ref.rollout.sync_proof.canary_freq
     publication = -(-version // services.config.async_training.trigger_parameter_sync_step)
     return frequency > 0 and publication % frequency == 0
@@ -150,20 +154,43 @@ def _deliver(services: Services, state: RunState, version: int, record: StepReco
         return judge_canary(services, state.canary_gap_limit, version, record)
 
 
+def submit_canary(services: Services) -> list[list[int]]:
+    """Let canary tokens be generated beside what the engines do; returns the numbers of the requests by engine."""
+    return services.engines.submit_to_each(canary_requests(services), _canary_options(services))
+
+
+def collect_canary(
+    services: Services, state: RunState, numbers: Sequence[Sequence[int]], record: StepRecord
+) -> float | None:
+    """Judge what ``submit_canary`` began, waiting for it if need be, while the trainer holds the weights published with it.
+
+    Returns the limit of the gap. Lost engines are dealt with as in ``generate``.
+    """
+    version = state.step
+    with record.stage("sync_canary"):
+        on_loss = _replacing(services, state, version, record)
+        answers = [services.engines.finish(of_engine, on_loss).result for of_engine in numbers]
+        return _judge_answers(services, answers, state.canary_gap_limit, version, record)
+
+
 def judge_canary(services: Services, limit: float | None, version: int, record: StepRecord) -> float | None:
+    """Let every engine generate canary tokens, and judge them; returns the limit of their gap."""
+    answers = services.engines.generate_on_each(canary_requests(services), _canary_options(services))
+    return _judge_answers(services, answers, limit, version, record)
+
+
+def _judge_answers(
+    services: Services, answers: Sequence[Completions], limit: float | None, version: int, record: StepRecord
+) -> float | None:
     """Compare log-probs of freshly generated tokens behind a cached prefix, engine by engine, with the trainer's.
 
     The prompts are longer than a block of the engine's cache, so an engine that kept blocks of older weights is
     found out; log-probs of *prompt* tokens would bypass that cache and prove nothing about it.
     Returns ``limit``, the calibrated one, or that which the first gap calibrates.
     """
-    rollout = services.config.actor_rollout_ref.rollout
-    requests = canary_requests(services)
-    training = SamplingOptions.for_training(rollout, services.stop_token_ids)
-    options = replace(training, max_tokens=rollout.sync_proof.canary_max_tokens, ignore_eos=True)
-    prompts = [request.prompt_token_ids for request in requests]
+    prompts = [request.prompt_token_ids for request in canary_requests(services)]
     gaps = []
-    for engine, completions in enumerate(services.engines.generate_on_each(requests, options)):
+    for engine, completions in enumerate(answers):
         rollouts = build_rollout_batch(prompts, range(len(prompts)), completions, services.tokenizer.pad_token_id)
         check_versions(rollouts, expected_version=version)
         scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config)).result
@@ -172,6 +199,12 @@ def judge_canary(services: Services, limit: float | None, version: int, record: 
         gaps.append(gap)
     record.add({"sync/canary_mean_gap": max(gap.mean for gap in gaps), "sync/canary_max_gap": max(gap.maximum for gap in gaps)})
     return limit
+
+
+def _canary_options(services: Services) -> SamplingOptions:
+    rollout = services.config.actor_rollout_ref.rollout
+    training = SamplingOptions.for_training(rollout, services.stop_token_ids)
+    return replace(training, max_tokens=rollout.sync_proof.canary_max_tokens, ignore_eos=True)
 
 
 def canary_requests(services: Services) -> list[GenerationRequest]:

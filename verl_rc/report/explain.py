@@ -301,6 +301,8 @@ def _publications(config: RunConfig) -> Iterator[Row]:
         yield "", "only a step that publishes is validated and saved" + _rounded(trainer.save_freq, options)
     frequency = f"every {canaries} publications and at the start" if canaries > 0 else "at the start"
     yield "proof", f"old tokens prove nothing about the engines' weights: the gap of canary tokens alone is limited, {frequency}"
+    if canaries > 0 and options.deterministic_steps is None:
+        yield "", "they are sampled beside the next batch and judged with it; nothing waits for them"
     if options.staleness > 1 and not options.partial_rollout:
         yield "", (
             f"{float(options.staleness):g} publications ahead wait for the same end of sampling as 1: tokens get older, steps no "

@@ -94,6 +94,21 @@ def test_new_work_goes_where_the_least_is_left() -> None:
     assert list(handed) == [1]
 
 
+def test_what_every_engine_gets_has_numbers_below_all_others_and_comes_back_by_engine() -> None:
+    work = EngineWork(2)
+    first, _ = work.add([GenerationRequest([0], 5)], OPTIONS, awaited=False)
+    numbers, handed = work.add_to_each([GenerationRequest([9], 1), GenerationRequest([9], 2)], OPTIONS)
+    assert sorted(number for of_engine in numbers for number in of_engine) == [-5, -4, -3, -2]
+    assert max(number for of_engine in numbers for number in of_engine) < min(first)
+    assert {engine: [one.request.seed for one in samples] for engine, samples in handed.items()} == {0: [1, 2], 1: [1, 2]}
+    assert [[one.number for one in handed[engine]] for engine in (0, 1)] == numbers
+    assert not any(one.ahead for samples in handed.values() for one in samples)
+    work.record({1: collected(numbers[1], [71, 72])})
+    assert work.take(numbers[1]).responses[:, 0].tolist() == [71, 72]
+    assert work.num_unfinished(numbers[0]) == {0: 2}
+    assert work.busy_engines() == [0]
+
+
 def test_what_was_given_up_is_left_out_and_its_number_is_not_used_again() -> None:
     work = EngineWork(1)
     first, _ = work.add([GenerationRequest([0], seed) for seed in range(3)], OPTIONS, awaited=True)

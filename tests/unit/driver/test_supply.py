@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compared_runs import NOT_OF_THE_TRAINING
-from formula_run import OVERRIDES, STEPS, World, live, without_processes
+from formula_run import OVERRIDES, STEPS, World, live, log_probs_of, without_processes
 from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState, SavedRun
@@ -20,7 +20,9 @@ from verl_rc.data.batches import Completions
 from verl_rc.driver import checkpoints, train, weights
 from verl_rc.driver.supply import AsynchronousSupply
 from verl_rc.rollout.sampling import GenerationRequest
+from verl_rc.weight_sync.proof import SyncProofError
 
+CANARIES = "actor_rollout_ref.rollout.sync_proof.canary_freq"
 ASYNCHRONY = ("async/", "fully_async/", "training/off_policy/")
 OWN_DEVICES = ("actor_rollout_ref.hybrid_engine=False", "async_training.partial_rollout=False")
 
@@ -155,6 +157,52 @@ def test_a_synchronous_run_does_not_forget_what_was_sampled_ahead(tmp_path: Path
     assert checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *named, *ahead(1)), tmp_path)[2].step == 2
     with pytest.raises(ConfigError, match="holds 4 groups that were sampled ahead"):
         checkpoints.choose(small_run_config(tmp_path, *OVERRIDES, *named), tmp_path)
+
+
+def canary_gaps(folder: Path) -> dict[int, float]:
+    name = "sync/canary_mean_gap"
+    return {step: line[name] for step, line in lines_with_recovery(folder).items() if name in line}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_canary_tokens_come_with_the_batch_after_their_publication(tmp_path: Path, k: int) -> None:
+    """They are judged by the weights that they were published with, and the trainer never waits for them alone."""
+    freely = "actor_rollout_ref.rollout.sync_proof.gap_limit=9"
+    waited: list[int] = []
+
+    class Waited(World):
+        def generate_on_each(self, requests: Sequence[GenerationRequest], options: Any) -> list[Completions]:
+            waited.append(self.version)
+            return super().generate_on_each(requests, options)
+
+    world = Waited()
+    run(tmp_path, *ahead(k), f"{CANARIES}=2", freely, world=world)
+    assert waited == [0, 4]  # at the start, and after the last step
+    assert len(world.canaries) == 1
+    found = canary_gaps(tmp_path)
+    assert set(found) == {0, 3, 4}
+    (canaries,) = world.canaries
+    assert set(canaries.policy_versions[canaries.policy_versions >= 0].tolist()) == {2}
+    mask = canaries.policy_versions == 2
+    trained = SavedRun.load(tmp_path / "global_step_2")  # the weights then
+    assert trained.state.step == 2
+    weight = json.loads((tmp_path / "global_step_2" / "actor" / "weights").read_text())[0]
+    expected = (log_probs_of(canaries.responses, weight) - canaries.rollout_log_probs)[mask].abs().double().mean()
+    assert found[3] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_canary_tokens_of_other_weights_end_the_run(tmp_path: Path) -> None:
+    """T8: the version is the one published, but the tokens are not those of its weights."""
+
+    class Keeping(World):
+        def submit_to_each(self, requests: Sequence[GenerationRequest], options: Any) -> list[list[int]]:
+            held, self.engine = self.engine, -1.0
+            numbers = super().submit_to_each(requests, options)
+            self.engine = held
+            return numbers
+
+    with pytest.raises(SyncProofError, match="canary tokens of rollout engine 0 at weight version 1: the mean"):
+        run(tmp_path, *ahead(1), f"{CANARIES}=1", world=Keeping())
 
 
 class Mixed(World):
