@@ -47,6 +47,8 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     policy_versions: Tensor | None = None,
     *,
     scores: Tensor | None = None,
+    entropies: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
     current_version: int | None = None,
     by_age: bool = False,
 ) -> CorrectionResult:
@@ -63,6 +65,8 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         group_ids: The prompt of each sequence; read with ``diagnostics=full``.
         policy_versions: int ``[B, T]`` or ``[B]``; read with ``diagnostics=full`` or ``by_age``.
         scores: ``[B]``, above 0 is correct; read with ``diagnostics=full``.
+        entropies: ``[B, T]``, nats, of the train policy's distributions; read with ``diagnostics=full``.
+        sum_pi_squared: ``[B, T]``, sums of their squared probabilities; read with ``diagnostics=full``.
         current_version: Version from which ages count; None: the newest of ``policy_versions``.
         by_age: Measure by token age with any diagnostics.
 
@@ -73,7 +77,9 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     context = SequenceContext(advantages=advantages)
     if config.diagnostics == "full":
         slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
-        context = replace(context, group_slots=slots, scores=scores)
+        context = replace(
+            context, group_slots=slots, scores=scores, entropies=entropies, sum_pi_squared=sum_pi_squared
+        )
     if config.diagnostics == "full" or by_age:
         context = replace(context, policy_versions=policy_versions, current_version=current_version)
     context.check(train_log_probs.shape)
@@ -161,7 +167,7 @@ def _correct(
         # Copied to all positions first: on a CPU an operation with a broadcast bool takes ten times as long.
         keep_mask.logical_and_(rejection.kept.bool()[:, None].expand(shape).contiguous())
         rejected_rows = (found.sums.response_tokens > 0) & (rejection.kept * found.kept == 0)
-        totals = sequence_totals(found, rejection, settings, context)
+        totals = sequence_totals(found, rejection, settings, context, log_probs)
         counts = [torch.stack(counts).sum(dim=0), *sequence_histograms(found.sums)] if settings.full else []
         statistics = CorrectionStatistics.from_sequences(totals, counts)
         if applied is not None and settings.weights is not None and settings.weights.batch_normalize:

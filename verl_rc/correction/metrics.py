@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from verl_rc.config.rollout_correction import CorrectionSettings, WeightSettings
 from verl_rc.correction.histogram import BINS_PER_SIDE, bin_value, pareto_k, percentiles
+from verl_rc.correction.signatures import signature_metrics
 from verl_rc.correction.totals import AgeTotals, Extremes, FullTotals, Gap, Mean, Moments, RuleTotals, Totals, WeightTotals
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
@@ -48,6 +49,8 @@ def correction_metrics(numbers: Numbers, settings: CorrectionSettings) -> dict[s
         if totals.full.turns[1].tokens:  # nothing is split where every response has one turn
             for turn, gap in enumerate(totals.full.turns):
                 metrics |= _gap_metrics(f"turn_{turn}", gap, totals.gap.tokens)
+        if totals.full.signatures is not None and totals.full.head is not None:
+            metrics |= signature_metrics(totals.full.signatures, totals.full.head, numbers.histograms[0])
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 

@@ -95,10 +95,14 @@ class SequenceContext:
     """``[B, T]``."""
     scores: Tensor | None = None
     """``[B]``: outcome scores; above 0 is correct."""
+    entropies: Tensor | None = None
+    """``[B, T]``, nats: entropy of the train policy's distribution at each token."""
+    sum_pi_squared: Tensor | None = None
+    """``[B, T]``: sum of the squares of its probabilities."""
 
     def take(self, chunk: SequenceChunk) -> "SequenceContext":
         """The facts of one chunk."""
-        names = ("group_slots", "policy_versions", "advantages", "scores")
+        names = ("group_slots", "policy_versions", "advantages", "scores", "entropies", "sum_pi_squared")
         return replace(self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None})
 
     def ages(self, response_mask: Tensor) -> Tensor | None:
@@ -115,6 +119,8 @@ class SequenceContext:
             ("policy_versions", self.policy_versions, [tokens, rows]),
             ("scores", self.scores, [rows]),
             ("group_ids", self.group_slots, [rows]),
+            ("entropies", self.entropies, [tokens]),
+            ("sum_pi_squared", self.sum_pi_squared, [tokens]),
         ):
             if value is not None and list(value.shape) not in fitting:
                 expected = " or ".join(map(str, fitting))

@@ -16,7 +16,8 @@ from verl_rc.correction.histogram import NUM_BINS, log_ratio_histogram
 from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence_sum
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Rejection, exclusive_fractions, rejection_means, rule_statistic, rule_totals
-from verl_rc.correction.sequences import SequenceContext
+from verl_rc.correction.sequences import LogProbs, SequenceContext
+from verl_rc.correction.signatures import head_sums, signature_sums
 from verl_rc.correction.totals import (
     AgeTotals,
     FullTotals,
@@ -26,6 +27,7 @@ from verl_rc.correction.totals import (
     Moments,
     RuleSums,
     SequenceSums,
+    Signatures,
     TokenSums,
     Totals,
     map_totals,
@@ -144,7 +146,7 @@ def token_sums(
         means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), sums.tokens)
     if settings.full:
         means["log_ratio_exact_fraction"] = Mean(ratio.count(indicator(torch.eq, ratio.values, 0.0)), sums.tokens)
-        full = _full_token_sums(ratio, rejection, facts)
+        full = _full_token_sums(ratio, rejection, facts, signature_sums(ratio, facts) if settings.tests_misalignment else None)
     return TokenSums(
         sums=sums,
         # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
@@ -181,7 +183,9 @@ def _by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weight
         yield AgeTotals(gap, Mean(response - sequence_sum(rejection.kept * here), response), of_weights, truncated)
 
 
-def _full_token_sums(ratio: LogRatio, rejection: Rejection, facts: SequenceContext) -> FullTotals[Tensor]:
+def _full_token_sums(
+    ratio: LogRatio, rejection: Rejection, facts: SequenceContext, signatures: Signatures[Tensor] | None
+) -> FullTotals[Tensor]:
     """Without what is known of whole sequences only."""
     mask, signs = ratio.response.bool(), dict[str, Mean[Tensor]]()
     begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
@@ -192,7 +196,7 @@ def _full_token_sums(ratio: LogRatio, rejection: Rejection, facts: SequenceConte
             signs[f"kept_fraction_{name}_advantage"] = Mean(kept, sequence_sum(some * ratio.response))
     product = torch.expm1(bound_log_ratio(ratio.sums.log_ratio))
     products = Moments(product, ratio.sums.real, product.square())
-    return FullTotals(extremes(ratio.values, ratio.ones), ratio.ratios, products, turns, signs)
+    return FullTotals(extremes(ratio.values, ratio.ones), ratio.ratios, products, turns, signs, signatures)
 
 
 def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
@@ -208,7 +212,7 @@ def _gap(ratio: LogRatio, ones: Tensor) -> Gap[Tensor]:
 
 
 def sequence_totals(
-    found: TokenSums, rejection: Rejection, settings: CorrectionSettings, facts: SequenceContext
+    found: TokenSums, rejection: Rejection, settings: CorrectionSettings, facts: SequenceContext, log_probs: LogProbs
 ) -> Totals[Tensor]:
     """What every sequence ``[B]`` adds to the statistics, from what its tokens add up to."""
     sums, kept, weights, rules, full = found.sums, rejection.kept * found.kept, None, dict[str, Any](), found.full
@@ -227,7 +231,8 @@ def sequence_totals(
         means["safety_clamped_seq_fraction"] = Mean(sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.real)
         splits = {name: Mean(rejection.kept * sign.total, sign.count) for name, sign in full.splits.items()}
         splits |= exclusive_fractions(found, rejection) if settings.rejects else {}
-        full = replace(full, splits=splits | _splits(sums.response_tokens, kept, facts.scores))
+        head = head_sums(log_probs) if settings.tests_misalignment else None
+        full = replace(full, splits=splits | _splits(sums.response_tokens, kept, facts.scores), head=head)
     difference, response = extremes(-sums.mean(sums.log_ratio), sums.tokens), sums.response_tokens
     return Totals(found.gap, response, kept, kept > 0, means, difference, weights, rules, tuple(ages), found.age, full)
 

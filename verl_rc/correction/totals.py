@@ -146,6 +146,67 @@ class AgeTotals(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Quotient(Generic[T]):
+    """``sum a / sum b`` over sequences, which are independent of each other as their tokens are not."""
+
+    a: T
+    b: T
+    aa: T
+    ab: T
+    bb: T
+
+    @classmethod
+    def from_sequences(cls, a: Tensor, b: Tensor) -> "Quotient[Tensor]":
+        """From what each sequence adds, ``[B]``."""
+        return Quotient(a, b, a * a, a * b, b * b)
+
+    @property
+    def value(self: "Quotient[float]") -> float:
+        """0 when there is nothing to divide by."""
+        return self.a / self.b if self.b else 0.0
+
+    @property
+    def error(self: "Quotient[float]") -> float:
+        """Standard error over sequences."""
+        value = self.value
+        return math.sqrt(max(self.aa - 2 * value * self.ab + value**2 * self.bb, 0.0)) / self.b if self.b else 0.0
+
+    @property
+    def z(self: "Quotient[float]") -> float | None:
+        """The value in standard errors; None where sequences do not differ, so that there is nothing to compare it with."""
+        if self.aa == 0.0:
+            return 0.0
+        # Sequences that are all the same leave an error of rounding, not of 0.
+        return self.value / self.error if self.error * self.b > 1e-6 * math.sqrt(self.aa) else None
+
+
+@dataclass(frozen=True)
+class Signatures(Generic[T]):
+    """What causes of a gap leave in all tokens; see ``signatures.py`` for the symbols."""
+
+    missing: Quotient[T]
+    """``1 - rho``, by tokens."""
+    squares: tuple[T, ...]
+    """``l^2``, by position in the response."""
+    gradients: tuple[T, ...] | None
+    """``g``, likewise; None where sums of squared probabilities are unknown."""
+    temperature: Quotient[T] | None
+    """``l u`` by ``u^2``; like the next one None where entropies are unknown."""
+    surprisal: Quotient[T] | None
+    """``-u``, by tokens."""
+
+
+@dataclass(frozen=True)
+class HeadSums(Generic[T]):
+    """What they leave in the first tokens of every sequence: it is everywhere if anywhere."""
+
+    lags: tuple[Mean[T], ...]
+    """``|log pi_t - log mu_(t+k)|`` for every k in ``LAGS``."""
+    rounded: Mean[T]
+    """Rollout log-probs that fit into 16 bits, of those that are not 0."""
+
+
+@dataclass(frozen=True)
 class FullTotals(Generic[T]):
     """What full diagnostics add."""
 
@@ -159,6 +220,9 @@ class FullTotals(Generic[T]):
     """By turn of the policy; the last holds all later ones."""
     splits: Means[T]
     """Metrics of some group of sequences or tokens, by name, left out where nothing is in it."""
+    signatures: Signatures[T] | None = None
+    """Like the next None where the trainer's weights have changed since it was to agree with the engine."""
+    head: HeadSums[T] | None = None
 
 
 @dataclass(frozen=True)

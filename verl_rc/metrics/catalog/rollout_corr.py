@@ -118,6 +118,46 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("turn_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
 )
 
+# H: entropy of the trainer's distribution at a token, Q: sum of its squared probabilities, p: probability of the token;
+# u = log p + H, g = 1 − 2p + Q. Standard errors are over rows.
+_SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
+    ("missing_mass", "1", "1 − mean over tokens of ρ: 0 is expected if the tokens come from what the engine reports", None),
+    ("missing_mass_z", "1", "missing_mass in standard errors: above 6 mass is missing, below −6 there is too much", (-6, 6)),
+    (
+        "lag",
+        "tokens",
+        "k of −2 to 2 for which the mean over tokens of |train log-prob at t − rollout log-prob at t + k| is smallest, if that "
+        "halves the one at 0 and that is above 0.05, else 0; over the first 16 positions",
+        (0, 0),
+    ),
+    (
+        "rounded_fraction",
+        "1",
+        "share of the rollout log-probs other than 0 whose last 13 bits in float32 are 0, as after 16 bits; over the first 16 "
+        "positions",
+        (0, 0.5),
+    ),
+    ("concentration", "1", "share of Σ l² in the 1 % of tokens with the largest |l|, from the histogram", None),
+    ("temperature_slope", "1", "κ = Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T", (-0.1, 0.1)),
+    ("temperature_r2", "1", "(Σ l u)² / (Σ u² Σ l²): the share of Σ l² that a temperature explains", (0, 0.5)),
+    ("temperature_z", "1", "temperature_slope in standard errors", None),
+    ("surprisal_excess", "nats", "mean over tokens of −u: sampled tokens are less likely than the trainer expects", None),
+    (
+        "surprisal_excess_bound",
+        "nats",
+        "√(mean(1/ρ) − 1) · standard deviation of u + 6 standard errors of surprisal_excess: the most it can be, up or down, "
+        "for tokens drawn from what the engine reports",
+        None,
+    ),
+    ("logit_noise", "nats", "√(Σ l² / Σ g): independent noise on the logits that would make such a gap", (0, 0.15)),
+    (
+        "position_{n}_logit_noise",
+        "nats",
+        "logit_noise of the tokens at one part of the response: it begins at position 0, 16, 128, 1024",
+        None,
+    ),
+)
+
 ROLLOUT_CORR = (
     *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _DISAGREEMENT),
     *(MetricSpec(f"rollout_corr/rollout_is_{name}", "1", text, healthy, "correction") for name, text, healthy in _WEIGHTS),
@@ -133,5 +173,6 @@ ROLLOUT_CORR = (
     ),
     *(MetricSpec(f"rollout_corr/{name}", "1", text, healthy, "correction") for name, text, healthy in _OUTCOME),
     *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _FULL),
+    *(MetricSpec(f"rollout_corr/{name}", unit, text, healthy, "correction") for name, unit, text, healthy in _SIGNATURES),
 )
 """Entries of this section."""

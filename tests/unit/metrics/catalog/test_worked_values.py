@@ -52,7 +52,7 @@ Example = Callable[[], tuple[Mapping[str, float], Mapping[str, float]]]
 EXAMPLES: list[Example] = []
 
 LN2 = math.log(2)
-APPROXIMATE = ("_p1", "_p50", "_p99", "_pareto_k")
+APPROXIMATE = ("_p1", "_p50", "_p99", "_pareto_k", "surprisal_excess_bound")
 """Ends of names whose numbers come from a histogram, within 4 %."""
 
 
@@ -648,6 +648,45 @@ def signs_of_misalignment():
         "rollout_corr/misalignment_z": (11 / 8 - 1) / (tokens / math.sqrt(4)),
         "rollout_corr/misalignment_z_seq": (3 / 2 - 1) / (sequences / math.sqrt(3)),
     }
+
+
+@example
+def signatures_of_causes():
+    """Log-probs -2, -3 | -1 | -3 and entropies 3, 2 | 2 | 3 in ln 2, so u = 1, -1 | 1 | 0; sums of squared probabilities 1/2.
+
+    With l = 0, -2 | 2 | -2, l u is 0, 2 | 2 | 0. 1 - rho is 0, 3/4 | -3 | 3/4, and g = 1 - 2p + Q is 1, 5/4 | 1/2 | 5/4. Standard
+    errors: the root of the rows' squared (sum of a - quotient times sum of b), over the sum of b.
+    """
+    facts = {"entropies": LN2 * torch.tensor([[3, 2], [2, 0], [3, 0]]), "sum_pi_squared": torch.full((3, 2), 0.5)}
+    found = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, {"diagnostics": "full"}, **facts).metrics()
+    mass = math.hypot(3 / 4 + 2 * 3 / 8, -3 + 3 / 8, 3 / 4 + 3 / 8) / 4
+    slope = math.hypot(2 - 4 / 3 * 2, 2 - 4 / 3, 0) / 3
+    surprisal = LN2 * math.hypot(2 / 4, -1 + 1 / 4, 1 / 4) / 4
+    distance, deviation = math.sqrt((1 + 4 + 1 / 4 + 4) / 4 - 1), LN2 * math.sqrt(3 / 4 - 1 / 16)
+    return found, under(
+        "rollout_corr/",
+        {
+            "missing_mass": -3 / 8,
+            "missing_mass_z": -3 / 8 / mass,
+            "concentration": 0.01 * 4 * 4 / 12,
+            "temperature_slope": 4 / 3,
+            "temperature_r2": 4**2 / (3 * 12),
+            "temperature_z": 4 / 3 / slope,
+            "surprisal_excess": -LN2 / 4,
+            "surprisal_excess_bound": distance * deviation + 6 * surprisal,
+            "logit_noise": LN2 * math.sqrt(12 / 4),
+            "position_0_logit_noise": LN2 * math.sqrt(12 / 4),
+        },
+    )
+
+
+@example
+def log_probs_of_the_token_before():
+    """The engine's -1, -1/3, -2, -1/2 stand one position late in 16 bits, but for the third; 0 counts as neither."""
+    train = torch.tensor([[-1.0, -1 / 3, -2.0, -0.5, -3.0]])
+    rollout = torch.tensor([[0.0, -1.0, -1 / 3, -2.0, -0.5]])
+    found = compute_rollout_correction(train, rollout, torch.ones(1, 5), {"diagnostics": "full"}).metrics()
+    return found, {"rollout_corr/lag": 1, "rollout_corr/rounded_fraction": 3 / 4}
 
 
 @example

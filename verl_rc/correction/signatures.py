@@ -1,0 +1,128 @@
+"""Signatures: what each cause of a gap leaves in the log-probs, as sums over tokens that merge like all statistics.
+
+Of a sampled token: ``l = log pi - log mu`` (train, rollout as reported), ``rho = exp(l)``, ``p = pi``. Of the distribution of the
+trainer that it belongs to: the entropy ``H``, and ``Q``, the sum of its squared probabilities. ``u = log p + H`` has mean 0 under
+pi. ``g = 1 - 2p + Q`` is the squared norm of the gradient of log p for the logits: independent noise of variance ``s^2`` on every
+logit gives l the variance ``s^2 g``.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.linalg import vecdot
+from torch.nn.functional import pad
+
+from verl_rc.correction.histogram import bin_value
+from verl_rc.correction.log_ratio import LogRatio, sequence_sum
+from verl_rc.correction.sequences import LogProbs, SequenceContext
+from verl_rc.correction.totals import HeadSums, Mean, Quotient, Signatures
+
+LAGS = (-2, -1, 0, 1, 2)
+"""Positions between a token and the rollout log-prob that is compared with its own."""
+POSITION_EDGES = (16, 128, 1024)
+"""Positions in the response at which the next bucket of logit noise begins."""
+SMALLEST_GRADIENTS = 1e-5
+"""Sum of g, below which it may be what rounding leaves of 1 - 2p + Q, 0 for tokens that are certain."""
+CONCENTRATED_SHARE = 0.01
+STANDARD_ERRORS = 6.0
+SHIFT_NATS = 0.05
+"""Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
+_HEAD = 16
+"""Positions that shifts and rounding are looked for in: they are everywhere if anywhere."""
+_LAST_BITS = (1 << 13) - 1
+"""Of float32: all 0 in one of 8,192 numbers, and in all numbers that were float16 or bfloat16 before."""
+
+
+def signature_sums(ratio: LogRatio, facts: SequenceContext) -> Signatures[Tensor]:
+    """The sums over all tokens of some sequences, ``[b]``."""
+    logs, temperature, surprisal, gradients = ratio.precise, None, None, None
+    squares = logs.square()
+    if facts.entropies is not None:
+        centred = torch.addcmul(ratio.train, _finite(facts.entropies, ratio), ratio.ones).double()
+        temperature = Quotient.from_sequences(vecdot(logs, centred), vecdot(centred, centred))
+        surprisal = Quotient.from_sequences(-centred.sum(dim=-1), ratio.sums.tokens)
+    if facts.sum_pi_squared is not None:
+        less_one = torch.add(_finite(facts.sum_pi_squared, ratio), ratio.train.exp(), alpha=-2.0)
+        gradients = _by_position(torch.addcmul(ratio.ones, less_one, ratio.ones))
+    return Signatures(
+        missing=Quotient.from_sequences(-ratio.ratios.total, ratio.sums.tokens),
+        squares=_by_position(squares),
+        gradients=gradients,
+        temperature=temperature,
+        surprisal=surprisal,
+    )
+
+
+def _finite(values: Tensor, ratio: LogRatio) -> Tensor:
+    return torch.nan_to_num(values.detach().to(ratio.values.dtype), 0.0, 0.0, 0.0)
+
+
+def _by_position(values: Tensor) -> tuple[Tensor, ...]:
+    return tuple(sequence_sum(values[:, slice(*edges)]) for edges in pairwise((0, *POSITION_EDGES, None)))
+
+
+def head_sums(log_probs: LogProbs) -> HeadSums[Tensor]:
+    """What the first positions of all sequences ``[B]`` say of shifted and of rounded log-probs."""
+    head = LogProbs(*(values[:, :_HEAD] for values in (log_probs.train, log_probs.rollout, log_probs.response_mask)))
+    ratio, farthest = LogRatio.from_log_probs(head), max(LAGS)
+    # [B, t, k]: for every position those around it, with zeros beyond both ends that count as no tokens.
+    rollout, ones = (
+        pad(values, (farthest, farthest)).unfold(-1, len(LAGS), 1) for values in (ratio.train - ratio.values, ratio.ones)
+    )
+    ones = ones * ratio.ones[..., None]
+    distances = (ratio.train[..., None] - rollout).abs_().mul_(ones)
+    totals = (values.sum(dim=1, dtype=torch.float64).unbind(dim=-1) for values in (distances, ones))
+    single = head.rollout.detach().float().contiguous()
+    counted = ratio.ones * (single != 0)
+    rounded = counted * (single.view(torch.int32) & _LAST_BITS == 0)
+    return HeadSums(tuple(map(Mean, *totals)), Mean(sequence_sum(rounded), sequence_sum(counted)))
+
+
+def signature_metrics(found: Signatures[float], head: HeadSums[float], log_ratios: Sequence[float]) -> dict[str, float]:
+    """Metrics from merged sums and the histogram of the tokens' log-ratios; left out where nothing was measured."""
+    metrics = {"missing_mass": found.missing.value, "rounded_fraction": head.rounded.value}
+    metrics |= {"lag": float(_lag(head.lags)), "concentration": concentration(log_ratios)}
+    for name, quotient in (("missing_mass_z", found.missing), ("temperature_z", found.temperature)):
+        if quotient is not None and (z := quotient.z) is not None:
+            metrics[name] = z
+    square = math.fsum(found.squares)
+    if found.temperature is not None and found.surprisal is not None:
+        products, squares, tokens = found.temperature.a, found.temperature.b, found.surprisal.b
+        metrics["temperature_slope"] = found.temperature.value
+        metrics["temperature_r2"] = products**2 / (squares * square) if squares * square else 0.0
+        metrics["surprisal_excess"] = found.surprisal.value
+        # Cauchy-Schwarz on E_mu[u] = E_pi[(1 / rho - 1) u], which holds for tokens drawn from the reported mu.
+        distance = math.sqrt(max(_mean_reciprocal(log_ratios) - 1.0, 0.0))
+        deviation = math.sqrt(max(Mean(squares, tokens).value - found.surprisal.value**2, 0.0))
+        metrics["surprisal_excess_bound"] = distance * deviation + STANDARD_ERRORS * found.surprisal.error
+    if found.gradients is not None:
+        parts = enumerate(zip(found.squares, found.gradients, strict=True))
+        noise = {"logit_noise": (square, math.fsum(found.gradients))} | {f"position_{n}_logit_noise": part for n, part in parts}
+        metrics |= {name: math.sqrt(a / b) for name, (a, b) in noise.items() if b > SMALLEST_GRADIENTS}
+    return metrics
+
+
+def _mean_reciprocal(log_ratios: Sequence[float]) -> float:
+    """Mean over tokens of 1 / rho, from the histogram of their log-ratios; 1 without any."""
+    reciprocals = (count * math.exp(-bin_value(index)) for index, count in enumerate(log_ratios) if count)
+    return math.fsum(reciprocals) / math.fsum(log_ratios) if any(log_ratios) else 1.0
+
+
+def _lag(lags: Sequence[Mean[float]]) -> int:
+    """The shift that halves the mean distance; 0 if none does, or the distance is small."""
+    distances = {lag: mean.value for lag, mean in zip(LAGS, lags, strict=True) if mean.count}
+    best = min(distances, key=lambda lag: distances[lag], default=0)
+    return best if distances and SHIFT_NATS < distances[0] > 2 * distances[best] else 0
+
+
+def concentration(log_ratios: Sequence[float]) -> float:
+    """Share of the sum of squares that the largest 1 % of the log-ratios in a histogram have; 0 when all are 0."""
+    largest = sorted(((bin_value(index) ** 2, count) for index, count in enumerate(log_ratios) if count), reverse=True)
+    left, found = CONCENTRATED_SHARE * math.fsum(log_ratios), 0.0
+    for square, count in largest:
+        found, left = found + square * min(count, left), left - min(count, left)
+    total = math.fsum(square * count for square, count in largest)
+    return found / total if total else 0.0
