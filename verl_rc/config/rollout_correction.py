@@ -113,8 +113,8 @@ class RolloutCorrectionConfig(PresetConstructors):
     max_skipped_updates: int = Field(10, ge=1)
     """Consecutive optimizer steps that were skipped because rejection kept no token, after which the run stops."""
     diagnostics: Literal["core", "full"] = "core"
-    """core: verl's metrics. full: also percentiles, raw and applied weights, effective sample sizes at every level, and
-    which tokens are rejected."""
+    """core: verl's metrics. full: also percentiles, raw and applied weights, effective sample sizes at every level, which
+    tokens are rejected, and signatures of what makes engine and trainer differ."""
 
     @field_validator("rollout_is", mode="before")
     @classmethod

@@ -150,7 +150,8 @@ class PolicyEvaluations(TensorClass):
     entropies: Tensor | None = None
     """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None in bypass mode."""
     sum_pi_squared: Tensor | None = None
-    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when no estimator needs it."""
+    """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when neither estimator nor
+    diagnostics need it."""
     ref_log_prob: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
     critic_values: Tensor | None = None

@@ -86,6 +86,8 @@ def build_train_batch(
             group_ids=rollouts.group_ids,
             policy_versions=rollouts.policy_versions,
             scores=scores,
+            entropies=evaluations.entropies,
+            sum_pi_squared=evaluations.sum_pi_squared,
             current_version=current_version,
             by_age=asynchrony is not None and not asynchrony.is_synchronous,
         )

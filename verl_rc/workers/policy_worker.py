@@ -50,7 +50,9 @@ class PolicyWorker(Learner):
         model_config, self._actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
         self._address = address
         self._correction = config.algorithm.rollout_correction
-        self._needs_sum_pi_squared = config.algorithm.estimator_reads("sum_pi_squared")
+        self._needs_sum_pi_squared = (
+            config.algorithm.estimator_reads("sum_pi_squared") or self._correction.diagnostics == "full"
+        )
         self._device = trainer_device(config.trainer.device)
         self._mesh = join_trainer_group(address, self._device)
         fsdp = self._actor.fsdp_config
@@ -81,7 +83,7 @@ class PolicyWorker(Learner):
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs and entropies ``[B, R]`` of the given rows' response tokens, without gradient; sums of squared probabilities
-        as a third where the estimator needs them."""
+        as a third where the estimator or full diagnostics need them."""
         with self.model.in_use() as module:
             module.eval()
             return score_sequences(tokens, micro_batches, self._scores, self._device)

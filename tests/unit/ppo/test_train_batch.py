@@ -94,6 +94,21 @@ def test_a_batch_that_is_wholly_a_step_old_has_age_1(baseline: str) -> None:
     assert metrics["rollout_corr/token_age_mean"] == metrics["rollout_corr/token_age_max"] == 1.0
 
 
+def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
+    """One token of nine with l = -1/2, and g = 1 - 2p + 2p = 1 for each: s = 1/2 / 3."""
+    rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
+    evaluations.sum_pi_squared = 2 * evaluations.old_log_probs.exp()
+    evaluations.entropies = torch.zeros_like(evaluations.old_log_probs)
+    metrics = {}
+    for diagnostics in ("core", "full"):
+        correction = run_step(rollouts, evaluations, algorithm(diagnostics=diagnostics)).correction
+        assert correction is not None
+        metrics[diagnostics] = correction.metrics()
+    assert metrics["full"]["rollout_corr/logit_noise"] == pytest.approx(1 / 6)
+    assert {"rollout_corr/temperature_slope", "rollout_corr/surprisal_excess"} <= metrics["full"].keys()
+    assert not {"rollout_corr/logit_noise", "rollout_corr/missing_mass"} & metrics["core"].keys()
+
+
 def test_the_kl_penalty_is_taken_from_each_token_and_averaged_over_rows() -> None:
     rollouts, evaluations = make_rollouts()
     evaluations.ref_log_prob = evaluations.old_log_probs - torch.tensor([[0.4], [0.0], [0.2], [0.0]])

@@ -27,7 +27,8 @@ REJECTED = (2, 5)
 
 @pytest.fixture(scope="module")
 def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolicyWorker]:
-    config = small_run_config(model_folder, "actor_rollout_ref.actor.entropy_coeff=0.05", "actor_rollout_ref.actor.optim.lr=0.01")
+    full, actor = "algorithm.rollout_correction.diagnostics=full", "actor_rollout_ref.actor"
+    config = small_run_config(model_folder, f"{actor}.entropy_coeff=0.05", f"{actor}.optim.lr=0.01", full)
     port = 29_000 + hash(str(tmp_path_factory.getbasetemp())) % 500
     worker = PolicyWorker(config, RankAddress(0, 1, "127.0.0.1", port), total_steps=10)
     yield worker
@@ -98,6 +99,14 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
     clipped = {record.name: record for record in records}["actor/pg_clipfrac"]
     assert clipped.weight == kept
     assert 0 < clipped.value < 1
+
+
+def test_full_diagnostics_get_entropies_and_sums_of_squared_probabilities(worker: PolicyWorker) -> None:
+    batch = make_train_batch(LENGTHS)
+    log_probs, entropies, squares = worker.compute_log_probs(batch.tokens, [[0, 1], [2, 3, 4, 5]])
+    some = batch.response_mask
+    assert bool((log_probs[some].exp().square() < squares[some]).all())
+    assert bool((-squares[some].log() < entropies[some]).all())  # Renyi's entropies fall with their order
 
 
 def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:
