@@ -17,6 +17,24 @@ SETTINGS: dict[str, Any] = {
     "data.max_response_length": 64,
 }
 
+SIGNS = {
+    "missing_mass": 1e-5,
+    "missing_mass_z": 0.4,
+    "lag": 0.0,
+    "rounded_fraction": 1e-4,
+    "concentration": 0.5,
+    "temperature_slope": 1e-3,
+    "temperature_r2": 0.01,
+    "temperature_z": 1.5,
+    "surprisal_excess": 0.005,
+    "surprisal_excess_bound": 0.03,
+    "logit_noise": 0.035,
+    "logit_noise_floor": 0.034,
+}
+"""Signatures of a step without a fault, by their names below rollout_corr/."""
+COOLER = {"temperature_slope": -0.111, "temperature_r2": 0.97, "temperature_z": -500.0}
+"""What an engine at temperature 0.9 changes of them."""
+
 
 def wave(mean: float, share: float = 0.03, steps: int = STEPS) -> list[float]:
     """Values around a mean that do not repeat and have no trend."""

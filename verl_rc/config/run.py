@@ -29,6 +29,9 @@ class AlertsConfig(StrictModel):
     """Action when ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` in bypass mode."""
     mismatch_limit: float | None = Field(0.5, gt=0)
     """Nats per token; null: never."""
+    cause: AlertAction = "warn"
+    """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other than ``warn`` it needs
+    decoupled mode and ``algorithm.rollout_correction.diagnostics=full``."""
     reward_collapse: AlertAction = "warn"
     """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``."""
     reward_drop: float | None = Field(0.5, gt=0)

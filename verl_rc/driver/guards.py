@@ -11,6 +11,7 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.ledger import require_sampled_loss
 from verl_rc.ppo.train_batch import ScoredStep
+from verl_rc.report.verdict.live import CAUSE
 
 
 def may_train(
@@ -35,6 +36,7 @@ def may_train(
         wanted = _act(services, alerts.reward_collapse, "the reward has collapsed", collapse, step)
     if not services.config.algorithm.rollout_correction.bypass_mode:
         wanted = check_mismatch(services, scored.statistics, record, step) and wanted
+    wanted = _check_cause(services, record, step) and wanted
     record.add({"alerts/withheld_updates": float(not wanted)})
     return wanted
 
@@ -50,6 +52,16 @@ def check_mismatch(services: Services, statistics: CorrectionStatistics | None, 
     record.add({"alerts/mismatch": 1.0})
     text = f"rollout_corr/k3_kl is {found:.3g} nats, trainer.alerts.mismatch_limit={limit:g} at most was allowed"
     return _act(services, alerts.mismatch, "rollout and trainer disagree too much", text, step)
+
+
+def _check_cause(services: Services, record: StepRecord, step: int) -> bool:
+    """Whether a cause of the gap that was named, and that no correction repairs, allows an update."""
+    if not record.value(CAUSE):
+        return True
+    action = services.config.trainer.alerts.cause
+    if action == "save_and_stop":
+        services.stop.request(f"a cause of the gap was named at step {step}, see alerts.jsonl")
+    return action == "warn"
 
 
 def book_withheld(batch: TrainBatch, record: StepRecord) -> None:

@@ -1,6 +1,7 @@
 """The words of the loop, one short function each."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
+from verl_rc.report.verdict import live
+from verl_rc.report.verdict.cause import SIGNATURES
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
 from verl_rc.workers.updates import ActorReport, UpdateRequest
@@ -125,9 +128,22 @@ def describe_correction(services: Services, statistics: CorrectionStatistics, co
         record.add({"rollout_corr/rollout_rs_adaptive_threshold": control.threshold.threshold})
 
 
+def judge_causes(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
+    """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with this step."""
+    temperature = services.config.actor_rollout_ref.rollout.temperature
+    texts, further, causes = live.judge_causes(record.values, step, history.causes, temperature)
+    record.add(further)
+    for name, text in texts.items():
+        if text:
+            services.tracker.alert(f"gap: {name}", text, step)
+    return replace(history, causes=causes)
+
+
 def judge_health(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
     """Say which metrics of the step have left their healthy range; returns the history with this step."""
     complaints, history = health.judge_health(record.metrics(), step, history)
+    # Of signatures the table of causes speaks, in words.
+    complaints = [one for one in complaints if one.name.removeprefix(health.WATCHED_PREFIX) not in SIGNATURES]
     if complaints:
         services.tracker.alert(health.ALERT_TITLE, "\n".join(map(str, complaints)), step)
     return history

@@ -78,6 +78,11 @@ class StepRecord:
         """Take finished numbers in."""
         self._values.update(values)
 
+    @property
+    def values(self) -> Mapping[str, float]:
+        """The finished numbers that were taken in."""
+        return self._values
+
     def value(self, name: str) -> float | None:
         """A finished number that was taken in; None when there is none."""
         return self._values.get(name)

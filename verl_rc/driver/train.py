@@ -49,6 +49,7 @@ def train(services: Services, state: RunState) -> None:
         with record.stage("adv"):
             scored = build_train_batch(samples, evaluations, algorithm, control, state.step, asynchrony)
         stages.describe_batch(services, samples, evaluations, scored, control, record)
+        state.health = stages.judge_causes(services, state.health, record, step)
         state.control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).state
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
         if guards.may_train(services, state.rewards, samples, scored, record, step):

@@ -28,6 +28,25 @@ class HealthWarning:
 
 
 @dataclass(frozen=True)
+class CauseEpisode:
+    """Steps in which the metrics named one cause of a gap."""
+
+    first: int
+    last: int
+    is_told: bool = False
+
+
+@dataclass(frozen=True)
+class CauseHistory:
+    """What the next step's causes are judged by; stored in checkpoints."""
+
+    episodes: dict[str, CauseEpisode] = field(default_factory=dict)
+    """By cause, those that may go on."""
+    first_noise: tuple[float, ...] = ()
+    """``rollout_corr/logit_noise`` of the first steps, at most two."""
+
+
+@dataclass(frozen=True)
 class HealthHistory:
     """The metrics outside their healthy range so far; stored in checkpoints."""
 
@@ -35,6 +54,7 @@ class HealthHistory:
     """Consecutive steps outside the healthy range, by metric that is outside now."""
     last_said: dict[str, int] = field(default_factory=dict)
     """The step of the last warning, by metric."""
+    causes: CauseHistory = field(default_factory=CauseHistory)
 
 
 def judge_health(
@@ -62,7 +82,7 @@ def judge_health(
         if is_certain and not is_quiet:
             last_said[name] = step
             complaints.append(HealthWarning(name, value, spec, steps))
-    return complaints, HealthHistory(steps_outside, last_said)
+    return complaints, HealthHistory(steps_outside, last_said, history.causes)
 
 
 def _is_inside(value: float, healthy: Bounds) -> bool:

@@ -14,7 +14,7 @@ from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
 from verl_rc.checkpoint.store import CheckpointError
 from verl_rc.checkpoint.supply_state import LengthTotals, SupplyState
 from verl_rc.data.epoch_batches import EpochBatches
-from verl_rc.metrics.health import HealthHistory
+from verl_rc.metrics.health import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
 from verl_rc.ppo.guards import FailedGroups, RewardHistory, StepScores
@@ -66,7 +66,11 @@ def after_five_batches() -> SavedRun:
         nonfinite_actor_updates=2,
         nonfinite_critic_updates=3,
         rewards=RewardHistory((StepScores(8, 4.1, 3.9), StepScores(8, 4.0, 4.0)), best=0.7),
-        health=HealthHistory({"rollout_corr/kl": 2}, {"rollout_corr/k3_kl": 4}),
+        health=HealthHistory(
+            {"rollout_corr/kl": 2},
+            {"rollout_corr/k3_kl": 4},
+            CauseHistory({"temperature": CauseEpisode(3, 5, is_told=True)}, (0.1 + 0.2, 0.03)),
+        ),
         tracker_run_id="abc",
     )
     return SavedRun(state, config=CONFIG, num_ranks=2)

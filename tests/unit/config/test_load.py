@@ -132,6 +132,11 @@ MISTAKES = [
         "algorithm.adv_estimator=optimal_token_baseline algorithm.rollout_correction.bypass_mode=True",
         "needs the proximal policy's probabilities",
     ),
+    ("trainer.alerts.cause=skip", "trainer.alerts.cause=skip needs signatures"),
+    (
+        f"trainer.alerts.cause=save_and_stop {CORRECTION}.diagnostics=full {CORRECTION}.bypass_mode=True",
+        "trainer.alerts.cause=save_and_stop needs signatures",
+    ),
     ("trainer.resume_from_path=/x", "has no effect with trainer.resume_mode=auto"),
     ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
     ("trainer.resume_mode=yes", "trainer.resume_mode"),

@@ -13,7 +13,9 @@ from verl_rc.data.batches import TokenBatch, TokensChangedError, TrainBatch, fin
 from verl_rc.data.samples import Samples
 from verl_rc.driver import guards
 from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
+from verl_rc.driver.stages import judge_causes, judge_health
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.train_batch import ScoredStep
 
@@ -23,9 +25,11 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 class Tracker:
     def __init__(self) -> None:
         self.alerts: list[tuple[str, int]] = []
+        self.texts: list[str] = []
 
     def alert(self, title: str, text: str, step: int) -> None:
         self.alerts.append((title, step))
+        self.texts.append(text)
 
 
 def make_run(*overrides: str) -> Any:
@@ -65,9 +69,11 @@ def measured(k3_kl: float | None) -> Any:
     return None if k3_kl is None else SimpleNamespace(k3_kl=k3_kl)
 
 
-def look(run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | None = 0.01) -> tuple[bool, StepRecord]:
+def look(
+    run: Any, batch: TrainBatch, scores: Sequence[float], k3_kl: float | None = 0.01, record: StepRecord | None = None
+) -> tuple[bool, StepRecord]:
     """The step after one whose samples all had a score of 1."""
-    record, sampled = StepRecord(), make_batch()
+    record, sampled = record or StepRecord(), make_batch()
     numbers = fingerprints(sampled.tokens, sampled.response_mask)
     samples = SimpleNamespace(rollouts=SimpleNamespace(fingerprints=numbers), scores=torch.tensor(list(scores)))
     record.ledger.sampled(int(sampled.response_mask.sum()))
@@ -110,6 +116,34 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
             run.stop.end_if_decided()
     else:
         run.stop.end_if_decided()
+
+
+COOLER = {"rollout_corr/temperature_slope": -0.11, "rollout_corr/temperature_r2": 0.97, "rollout_corr/temperature_z": -500.0}
+
+
+@pytest.mark.parametrize(
+    ("action", "trains", "stops"), [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)]
+)
+def test_a_cause_acts_from_its_second_step_until_it_is_gone(action: str, trains: bool, stops: bool) -> None:
+    run = make_run(f"trainer.alerts.cause={action}", "algorithm.rollout_correction.diagnostics=full")
+    history, found = HealthHistory(), []
+    for step, metrics in enumerate([COOLER, COOLER, {}], 1):
+        record = StepRecord()
+        record.add(metrics)
+        history = judge_causes(cast(Services, run), history, record, step)
+        found.append(look(run, make_batch(), [1.0] * 3, record=record)[0])
+    assert found == [True, trains, True]
+    assert run.tracker.alerts == [("gap: temperature", 2)]
+    assert run.stop.requested is stops
+
+
+def test_of_signatures_the_table_of_causes_speaks() -> None:
+    run, record = make_run(), StepRecord()
+    record.add({**COOLER, "rollout_corr/lag": 1.0, "rollout_corr/nonfinite_token_fraction": 0.1})
+    judge_health(cast(Services, run), HealthHistory(), record, step=1)
+    (text,) = run.tracker.texts
+    assert "nonfinite_token_fraction" in text
+    assert "lag" not in text
 
 
 @pytest.mark.parametrize(("limit", "k3_kl", "alarm"), [("null", 99.0, False), ("0.2", float("nan"), True), ("0.2", None, False)])

@@ -150,6 +150,7 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         None,
     ),
     ("logit_noise", "nats", "√(Σ l² / Σ g): independent noise on the logits that would make such a gap", (0, 0.15)),
+    ("logit_noise_floor", "nats", "mean of logit_noise in the first two steps of the run", (0, 0.15)),
     (
         "position_{n}_logit_noise",
         "nats",

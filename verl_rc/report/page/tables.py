@@ -11,7 +11,7 @@ from verl_rc.report.page.encode import Curve, curve_of
 from verl_rc.report.page.sparkline import sparkline
 from verl_rc.report.page.text import escaped, listed, number, shortened, table
 from verl_rc.report.run_folder import RunData, Sample
-from verl_rc.report.verdict import Statement, Verdict, gap
+from verl_rc.report.verdict import Statement, Verdict
 from verl_rc.report.verdict.estimates import last_part, mean_of
 
 PANEL_OF_TOPIC = {"learning": "learning", "gap": "correction", "correction": "correction", "speed": "time"}
@@ -57,8 +57,8 @@ def doctor_panel(verdict: Verdict) -> str:
         for statement in verdict.statements
     ]
     evidence = table(("about", "cause", "how sure", "numbers", "where", "next test"), rows)
-    looked = "<p>The rules for the gap looked at:</p>" + listed(gap.CHECKED)
-    return f"{evidence}{looked}<p>What metrics alone cannot show: {escaped(gap.NOT_VISIBLE)}.</p>"
+    looked = "<p>The rules for the gap looked at:</p>" + listed(verdict.checked)
+    return f"{evidence}{looked}<p>What metrics alone cannot show: {escaped(verdict.not_visible)}.</p>"
 
 
 def alerts_panel(run: RunData) -> str:

@@ -6,10 +6,12 @@ the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size o
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.run_folder.foreign import rejects
+from verl_rc.report.verdict.cause import ABOVE_FLOOR, CAUSES, PREFIX, SIGNATURES, Z_BOUND, cause_of, statement_of
 from verl_rc.report.verdict.estimates import (
     FEWEST_FOR_TREND,
     change_of,
@@ -21,12 +23,8 @@ from verl_rc.report.verdict.estimates import (
 )
 from verl_rc.report.verdict.statement import Statement, say
 
-Z_BOUND = 6.0
-"""A heavy tail alone reaches 3."""
 LINEAR = 0.8
 """r² above which a relation is called linear."""
-ABOVE_FLOOR = 2.0
-"""A gap up to so many times the first one is rounding."""
 FAR_ABOVE_FLOOR = 4.0
 """Above it something is wrong, whatever it is: the limit of a step's gap (``sync_proof``) is as many times the first one."""
 PINNED_SLOPE = 0.1
@@ -37,7 +35,7 @@ _FEWEST_POINTS_OF_AGES = 6
 _K1, _K3, _CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
 _GAP = "sync/rollout_gap_mean"
 _AGES = ("rollout_corr/token_age_mean", "async/token_age/mean")
-_ROLLOUT = "actor_rollout_ref.rollout"
+_ROLLOUT, _CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _FAULTS_OF_NUMBERS = {
     "rollout_corr/nonfinite_token_fraction": "log-probs that are NaN or infinite: empty logits or an overflow",
     "rollout_corr/safety_clamped_fraction": "log-ratios beyond the bound of exp: an overflow, or log-probs of other tokens",
@@ -46,10 +44,40 @@ _FAULTS_OF_NUMBERS = {
 
 def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is none."""
-    faults = [*_not_finite(run), *_missing_mass(run)]
+    faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
     if not faults:
         faults = _staleness(run) or _weights_never_arrive(run) or _one_version_late(run)
-    return faults or [_size_of_gap(run)]
+    return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
+
+
+def has_signatures(run: RunData) -> bool:
+    """Whether the rows of ``cause.py`` were looked at."""
+    return run.has(f"{PREFIX}missing_mass")
+
+
+def _signed(run: RunData) -> list[Statement]:
+    """The rows of ``cause.py``, each where it held in neighbouring steps."""
+    columns = {name: run.get(f"{PREFIX}{name}").by_step() for name in SIGNATURES}
+    steps = run.get(f"{PREFIX}missing_mass").steps
+    metrics = [{name: values[step] for name, values in columns.items() if step in values} for step in steps]
+    found, said = [cause_of(of_step) for of_step in metrics], []
+    temperature = run.settings.get(f"{_ROLLOUT}.temperature", 1.0)
+    for cause in CAUSES:
+        marks = Series(steps, [float(one is cause) for one in found])
+        _, first, last = lasting(marks, bool)
+        if first >= 0:
+            seen = [of_step for of_step, one in zip(metrics, found, strict=True) if one is cause]
+            said.append(statement_of(cause, seen, float(temperature), (first, last)))
+    return said
+
+
+def _with_what_cannot_be_told(found: Statement, run: RunData) -> Statement:
+    if has_signatures(run) or found.level == "unknown":
+        return found
+    mode = " and bypass_mode=False" if run.settings.get(f"{_CORRECTION}.bypass_mode") else ""
+    key = f"{_CORRECTION}.diagnostics=full{mode} records" if run.is_own else "verl_rc would record"
+    missing = f"Another temperature and raw log-probs cannot be told: {key} their signatures"
+    return replace(found, sentence=f"{found.sentence}. {missing}")
 
 
 def token_count(run: RunData) -> Series:
@@ -367,12 +395,19 @@ def _not_measured(run: RunData) -> Statement:
     return say("gap", "not measured", "unknown", sentence, {})
 
 
-CHECKED = (
-    "log-probs that are not finite",
-    "missing mass (sampling filters, banned tokens, log-probs of other tokens)",
-    "growth with the age of tokens",
-    "weights that never arrive or arrive late",
-    "growth over the run",
-)
-"""What the rules of this module look at; and what no metric shows:"""
-NOT_VISIBLE = "another temperature on both sides, an old prefix cache, padding, templates: these need the tokens' own log-probs"
+def checked(run: RunData) -> tuple[str, ...]:
+    """What the rules of this module looked at."""
+    rows = tuple(cause.name for cause in CAUSES if all(run.has(f"{PREFIX}{name}") for name in cause.needs))
+    return (
+        "log-probs that are not finite",
+        *(rows or ("missing mass (sampling filters, banned tokens, log-probs of other tokens)",)),
+        "growth with the age of tokens",
+        "weights that never arrive or arrive late",
+        "growth over the run",
+    )
+
+
+def not_visible(run: RunData) -> str:
+    """What no metric of the run shows."""
+    more = "" if has_signatures(run) else "another temperature on both sides, raw log-probs, "
+    return f"{more}an old prefix cache, padding, templates: these need the tokens' own log-probs"

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_rc.report.run_folder import RunData
-from verl_rc.report.verdict import gap
 from verl_rc.report.verdict.correction import judge_correction
-from verl_rc.report.verdict.gap import judge_gap
+from verl_rc.report.verdict.gap import checked, judge_gap, not_visible
 from verl_rc.report.verdict.learning import judge_learning
 from verl_rc.report.verdict.speed import judge_speed
 from verl_rc.report.verdict.statement import Level, Statement
@@ -29,6 +28,10 @@ class Verdict:
     """At least one a topic, in the order learning, gap, correction, speed."""
     do_first: tuple[str, ...]
     """At most three overrides, ready to paste."""
+    checked: tuple[str, ...] = ()
+    """What the rules for the gap looked at."""
+    not_visible: str = ""
+    """What no metric of the run shows."""
 
     @property
     def level(self) -> Level:
@@ -52,8 +55,8 @@ class Verdict:
             "level": self.level,
             "statements": [statement.as_json() for statement in self.statements],
             "do_first": list(self.do_first),
-            "checked": list(gap.CHECKED),
-            "not_visible": gap.NOT_VISIBLE,
+            "checked": list(self.checked),
+            "not_visible": self.not_visible,
         }
 
 
@@ -63,7 +66,8 @@ def judge(run: RunData) -> Verdict:
         statements = tuple(judge_learning(run))[:1] if run.series else ()
     else:
         statements = (*judge_learning(run), *judge_gap(run), *judge_correction(run), *judge_speed(run))
-    return Verdict(_headline(statements), _progress(run), statements, tuple(_do_first(statements)))
+    do_first = tuple(_do_first(statements))
+    return Verdict(_headline(statements), _progress(run), statements, do_first, checked(run), not_visible(run))
 
 
 def _headline(statements: tuple[Statement, ...]) -> str:

@@ -35,9 +35,11 @@ from verl_rc.driver.weights import judge_canary, pause_metrics, publish
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
+from verl_rc.metrics.health import CauseEpisode, CauseHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
 from verl_rc.ppo.objective import policy_objective, value_objective
 from verl_rc.ppo.train_batch import _rewards
+from verl_rc.report.verdict.live import judge_causes
 from verl_rc.rewards.sample import RewardOutput
 from verl_rc.rollout.response import Interrupted
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
@@ -678,6 +680,15 @@ def signatures_of_causes():
             "position_0_logit_noise": LN2 * math.sqrt(12 / 4),
         },
     )
+
+
+@example
+def the_third_step_of_an_engine_at_another_temperature():
+    """Logit noise was 0.02 and 0.04 in the first two steps, and the second was at the temperature, too."""
+    cooler = {"rollout_corr/temperature_slope": -0.1, "rollout_corr/temperature_r2": 0.9, "rollout_corr/temperature_z": -99}
+    history = CauseHistory({"temperature": CauseEpisode(2, 2)}, (0.02, 0.04))
+    _, further, _ = judge_causes(cooler, 3, history, temperature=1.0)
+    return further, {"alerts/cause": 1, "rollout_corr/logit_noise_floor": 0.03}
 
 
 @example

@@ -9,11 +9,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted_series import STEPS, healthy, planted, ramp, wave
+from planted_series import COOLER, SIGNS, STEPS, healthy, planted, ramp, wave
 
 from verl_rc.report.run_folder import Series
 from verl_rc.report.run_folder.foreign import FILE_LOGGER
-from verl_rc.report.verdict.gap import judge_gap, z_of_mean_ratio
+from verl_rc.report.verdict.cause import PREFIX
+from verl_rc.report.verdict.gap import checked, judge_gap, not_visible, z_of_mean_ratio
 
 K1, K3, CHI2 = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"
 Z = "rollout_corr/misalignment_z"
@@ -301,3 +302,44 @@ def test_no_cause_is_claimed_from_absent_data(data):
     run = planted(metrics, without=[name for name in healthy() if name not in kept]) if metrics else None
     for found in judge_gap(run) if run is not None else ():
         assert any(needed <= kept for needed in NEEDS[found.cause]), found
+
+
+# ---- Signatures.
+
+
+def signed(steps: range, changed: dict[str, float]) -> dict[str, list[float]]:
+    """A run's healthy signatures, with others in ``steps``."""
+    return {
+        f"{PREFIX}{name}": [changed.get(name, value) if step in steps else value for step in range(1, STEPS + 1)]
+        for name, value in SIGNS.items()
+    }
+
+
+def test_signatures_name_a_cause_in_neighbouring_steps():
+    found = only(judge_gap(planted(signed(range(7, 12), COOLER), {"actor_rollout_ref.rollout.temperature": 0.9})))
+    assert (found.cause, found.level, found.confidence, found.row, found.steps) == ("temperature", "fault", "named", 8, (7, 11))
+    assert "samples at temperature 0.81, the trainer scores at 0.90" in found.text  # 0.9 / (1 + 0.111)
+    assert only(judge_gap(planted(signed(range(7, 8), COOLER)))).row == 11
+
+
+def test_two_causes_one_after_the_other_are_both_named():
+    metrics = {name: [*first[:20], *last[20:]] for (name, first), last in zip(
+        signed(range(3, 9), {"lag": 1.0}).items(), signed(range(30, 35), COOLER).values(), strict=True
+    )}  # fmt: skip
+    assert [(found.row, found.steps) for found in judge_gap(planted(metrics))] == [(2, (3, 8)), (8, (30, 34))]
+
+
+def test_what_cannot_be_told_names_the_key_that_records_it():
+    key = "algorithm.rollout_correction.diagnostics=full"
+    assert key in only(judge_gap(planted({}))).text
+    assert f"{key} and bypass_mode=False" in only(judge_gap(planted({}, {"algorithm.rollout_correction.bypass_mode": True}))).text
+    assert "verl_rc would record" in only(judge_gap(planted({}, source=FILE_LOGGER))).text
+    assert "cannot be told" not in only(judge_gap(planted(signed(range(0), {})))).text
+
+
+def test_what_was_looked_at_depends_on_what_was_recorded():
+    with_signatures, without = planted(signed(range(0), {})), planted({})
+    assert "temperature" in checked(with_signatures)
+    assert "temperature" not in checked(without)
+    assert "temperature" in not_visible(without)
+    assert "temperature" not in not_visible(with_signatures)

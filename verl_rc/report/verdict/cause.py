@@ -1,0 +1,173 @@
+"""Causes of a gap as data: rows of the decision table in docs/see_why.md that the signatures of single steps speak to.
+
+The report and the alerts of a run read this one table, so that a cause has the same words in both. A rule sees the metrics of one
+step below ``rollout_corr/``; the first that holds names the cause, and speaks when it holds in two steps in a row.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from verl_rc.report.verdict.statement import Statement, say
+
+PREFIX = "rollout_corr/"
+Z_BOUND = 6.0
+"""Standard errors. A heavy tail alone reaches 3."""
+SMALLEST_MASS = 1e-3
+"""Of float32 log-probs even rounding is many standard errors from 0."""
+TEMPERATURE_Z, TEMPERATURE_R2, SMALLEST_SLOPE = 30.0, 0.5, 0.003
+RAW_R2, BANNED_R2 = 0.9, 0.3
+ALL_ROUNDED = 0.99
+CONCENTRATED = 0.9
+"""Share of the squared gap in 1 % of the tokens; rounding alone reaches 0.6."""
+ABOVE_FLOOR = 2.0
+"""A gap up to so many times the first one is rounding."""
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_NO_CORRECTION = "No correction repairs this."
+_Z = ("missing_mass_z", "missing_mass")
+_SLOPE = ("temperature_slope", "temperature_r2")
+Step = Mapping[str, float]
+"""The metrics of a step, without their prefix."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One row of the table."""
+
+    row: int
+    name: str
+    needs: tuple[str, ...]
+    """Metrics without which nothing is claimed; medians of them, and what ``_derived`` adds, fill the sentence."""
+    holds: Callable[[Step], bool]
+    sentence: str
+    next_test: str
+    overrides: tuple[str, ...] = ()
+
+
+def _is_misaligned(step: Step) -> bool:
+    return abs(step["missing_mass_z"]) > Z_BOUND and abs(step["missing_mass"]) > SMALLEST_MASS
+
+
+def _misses_mass(step: Step, least: float, most: float) -> bool:
+    """Whether mass is missing, of which a temperature explains a share between these."""
+    return _is_misaligned(step) and step["missing_mass"] > 0 and least < step["temperature_r2"] <= most
+
+
+def _is_temperature(step: Step) -> bool:
+    is_clear = abs(step["temperature_z"]) > TEMPERATURE_Z and abs(step["temperature_slope"]) > SMALLEST_SLOPE
+    return is_clear and step["temperature_r2"] > TEMPERATURE_R2
+
+
+CAUSES = (
+    Cause(
+        2,
+        "log-probs shifted",
+        ("lag",),
+        lambda step: step["lag"] != 0,
+        "The engine's log-prob of a token stands {lag:+.0f} positions from the token",
+        f"Compare the ids that were sampled with those that were trained on. {_NO_CORRECTION}",
+    ),
+    Cause(
+        3,
+        "log-probs rounded",
+        ("rounded_fraction",),
+        lambda step: step["rounded_fraction"] > ALL_ROUNDED,
+        "{rounded_fraction:.1%} of the engine's log-probs have no more than 16 bits: they were rounded on their way",
+        "Keep them in float32 from the engine to the trainer.",
+    ),
+    Cause(
+        4,
+        "raw log-probs at another temperature",
+        (*_Z, *_SLOPE),
+        lambda step: _is_misaligned(step) and step["temperature_r2"] > RAW_R2,
+        "The engine samples at temperature {temperature:.2f} and reports log-probs at {other:.2f}: slope "
+        "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap, z {missing_mass_z:.0f}",
+        "Let it report the distribution that it samples from (verl: rollout.logprobs_mode=processed_logprobs). "
+        + _NO_CORRECTION,
+    ),
+    Cause(
+        5,
+        "sampling filter not mirrored",
+        (*_Z, *_SLOPE, "concentration"),
+        lambda step: _misses_mass(step, -1.0, BANNED_R2) and step["concentration"] <= CONCENTRATED,
+        "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its probability, "
+        "z {missing_mass_z:.0f}",
+        f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {_NO_CORRECTION}",
+        (f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1"),
+    ),
+    Cause(
+        6,
+        "token banned",
+        (*_Z, *_SLOPE),
+        lambda step: _misses_mass(step, BANNED_R2, RAW_R2),
+        "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its probability is missing, most where "
+        "others are unlikely (R² {temperature_r2:.2f}), z {missing_mass_z:.0f}",
+        f"Look at min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. {_NO_CORRECTION}",
+    ),
+    Cause(
+        7,
+        "not the sampled tokens, or not their log-probs",
+        _Z,
+        _is_misaligned,
+        "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z {missing_mass_z:.0f}",
+        "Compare the ids that were sampled with those that were trained on: decode and encode, templates, a shift by one token. "
+        + _NO_CORRECTION,
+    ),
+    Cause(
+        8,
+        "temperature",
+        ("temperature_z", *_SLOPE),
+        _is_temperature,
+        "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope {temperature_slope:.3f}, "
+        "which explains {temperature_r2:.0%} of the gap",
+        f"Set both to one value; if they are equal, look for a repetition penalty. {_NO_CORRECTION}",
+    ),
+    Cause(
+        10,
+        "sampled from another distribution than reported",
+        ("surprisal_excess", "surprisal_excess_bound"),
+        lambda step: abs(step["surprisal_excess"]) > step["surprisal_excess_bound"],
+        "Sampled tokens have {surprisal_excess:+.3f} nats more surprisal than the trainer expects; tokens from what the engine "
+        "reports could have {surprisal_excess_bound:.3f}. It samples from another distribution, though the log-probs agree",
+        "Let the engine report the distribution that it samples from (verl: rollout.logprobs_mode=processed_logprobs), and turn "
+        "filters and penalties off. " + _NO_CORRECTION,
+        (f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1"),
+    ),
+    Cause(
+        12,
+        "few tokens are others than sampled",
+        ("concentration", "logit_noise", "logit_noise_floor"),
+        lambda step: step["concentration"] > CONCENTRATED and step["logit_noise"] > ABOVE_FLOOR * step["logit_noise_floor"],
+        "1 % of the tokens make {concentration:.0%} of the squared gap, and logit noise is {logit_noise:.3f} after "
+        "{logit_noise_floor:.3f} at the start",
+        "Compare the ids of the worst rows with the sampled ones: decode and encode, templates.",
+    ),
+)
+"""In the order in which they are asked."""
+SIGNATURES = tuple(sorted({name for cause in CAUSES for name in cause.needs}))
+
+
+def cause_of(step: Step) -> Cause | None:
+    """The first cause whose rule holds; None if none does. Nothing is claimed from absent metrics."""
+    return next((cause for cause in CAUSES if all(name in step for name in cause.needs) and cause.holds(step)), None)
+
+
+def statement_of(
+    cause: Cause, seen: Sequence[Step], temperature: float, steps: tuple[int, int] | None = None, certain: bool = True
+) -> Statement:
+    """What is said of a cause that was ``seen`` in these steps; ``temperature`` is that of the configuration."""
+    evidence = {name: statistics.median(step[name] for step in seen) for name in cause.needs}
+    filled = evidence | _derived(evidence, temperature)
+    said = say("gap", cause.name, "fault", cause.sentence, filled, steps=steps, next_test=cause.next_test, row=cause.row)
+    return replace(said, overrides=cause.overrides, confidence="named" if certain else "likely")
+
+
+def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, float]:
+    """The kept mass, and the temperature T' with the slope 1 - T / T'."""
+    derived = {"temperature": temperature}
+    if "missing_mass" in evidence:
+        derived["kept"] = 1 - evidence["missing_mass"]
+    if "temperature_slope" in evidence:
+        derived["other"] = temperature / max(1 - evidence["temperature_slope"], 1e-3)
+    return derived
