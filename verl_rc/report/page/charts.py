@@ -127,6 +127,12 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ChartSpec("Kept, by kind of token", ("rollout_corr/kept_fraction_*",)),
             ChartSpec("Score of kept and rejected rows", ("rollout_corr/kept_score_mean", "rollout_corr/rejected_score_mean")),
             ChartSpec("Tail of the weights: Pareto k", ("rollout_corr/rollout_is_pareto_k",)),
+            ChartSpec("Noise on the logits", ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor")),
+            ChartSpec("Noise on the logits, by position", ("rollout_corr/position_*_logit_noise",)),
+            ChartSpec("Temperature", ("rollout_corr/temperature_slope", "rollout_corr/temperature_r2")),
+            ChartSpec("Surprisal excess", ("rollout_corr/surprisal_excess", "rollout_corr/surprisal_excess_bound")),
+            ChartSpec("Share of the gap in 1 % of the tokens", ("rollout_corr/concentration",)),
+            ChartSpec("Missing mass, in standard errors over rows", ("rollout_corr/missing_mass_z",)),
             ChartSpec("Missing mass", (), derived=("k1 - k3 = 1 - mean ratio", "", missing_mass)),
             ChartSpec(
                 "Mean ratio less 1, in standard errors",
