@@ -43,6 +43,8 @@ class Inputs:
     train: Tensor
     rollout: Tensor
     mask: Tensor
+    distributions: Mapping[str, Tensor]
+    """Entropies and sums of squared probabilities, which full diagnostics read."""
 
     @classmethod
     def random(cls, rows: int, length: int) -> Inputs:
@@ -50,7 +52,9 @@ class Inputs:
         generator = torch.Generator().manual_seed(0)
         mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)
         rollout = -torch.rand(rows, length, generator=generator)
-        return cls(rollout + 0.05 * torch.randn(rows, length, generator=generator), rollout, mask)
+        train = rollout + 0.05 * torch.randn(rows, length, generator=generator)
+        names = ("entropies", "sum_pi_squared")
+        return cls(train, rollout, mask, {name: torch.rand(rows, length, generator=generator) for name in names})
 
     def read(self) -> Tensor:
         """Read all inputs once: a lower bound for every candidate."""
@@ -71,10 +75,15 @@ def ours(inputs: Inputs, fields: Mapping[str, object], diagnostics: str) -> Cand
     config = RolloutCorrectionConfig.model_validate({**fields, "diagnostics": diagnostics})
 
     def correct() -> object:
-        result = compute_rollout_correction(inputs.train, inputs.rollout, inputs.mask, config)
+        result = compute_rollout_correction(inputs.train, inputs.rollout, inputs.mask, config, **inputs.distributions)
         return result, result.metrics()
 
     return correct
+
+
+def bypass(fields: Mapping[str, object]) -> Mapping[str, object]:
+    """The same correction in bypass mode."""
+    return {**fields, "bypass_mode": True, "loss_type": "reinforce"}
 
 
 def theirs(inputs: Inputs, fields: Mapping[str, object]) -> Candidate:
@@ -110,15 +119,17 @@ def print_table(rows: int, length: int, rounds: int, *, with_verl: bool, cold: b
     read, plain = interleaved_seconds([inputs.read, inputs.plain_weights], 2 * rounds)
     tokens, threads = f"{inputs.train.numel():,} positions", torch.get_num_threads()
     print(f"\n{rows} x {length} ({tokens}), float32, {threads} thread(s); read {read:.4f} s, plain weights {plain:.4f} s")
-    print("| case | core, s | full, s | reads | verl, s | verl / core | verl / full | peak core | peak full | peak verl |")
-    print(f"|{'---|' * 10}")
+    print("| case | core, s | full, s | signatures | reads | verl, s | verl / core | verl / full | peak core, full, verl |")
+    print(f"|{'---|' * 9}")
     for name, fields in CASES.items():
-        candidates = [ours(inputs, fields, "core"), ours(inputs, fields, "full")]
+        # Bypass mode measures everything else, but takes its signatures elsewhere.
+        candidates = [ours(inputs, one, kind) for one, kind in ((fields, "core"), (fields, "full"), (bypass(fields), "full"))]
         candidates += [theirs(inputs, fields)] if with_verl else []
-        core, full, *verl = interleaved_seconds(candidates, rounds, cold=cold)
-        peaks = [f"{peak_bytes(candidate) / inputs.train.nbytes:.2f}" for candidate in candidates]
+        core, full, bare, *verl = interleaved_seconds(candidates, rounds, cold=cold)
+        del candidates[2]
+        peaks = ", ".join(f"{peak_bytes(candidate) / inputs.train.nbytes:.2f}" for candidate in candidates)
         compared = [f"{verl[0]:.3f}", f"{verl[0] / core:.1f}", f"{verl[0] / full:.1f}"] if verl else ["", "", ""]
-        cells = [name, f"{core:.3f}", f"{full:.3f}", f"{core / read:.1f}", *compared, *peaks, *([] if verl else [""])]
+        cells = [name, f"{core:.3f}", f"{full:.3f}", f"{full / bare - 1:+.0%}", f"{core / read:.1f}", *compared, peaks]
         print(f"| {' | '.join(cells)} |", flush=True)
     print("peaks in input-sized float32 tensors, outputs included")
 
