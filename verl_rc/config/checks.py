@@ -385,12 +385,16 @@ def _alerts(config: RunConfig) -> Iterator[str]:
             "trainer.alerts.mismatch=skip needs a mismatch that is known before the update, but in bypass mode "
             "(algorithm.rollout_correction.bypass_mode=True) the update itself measures it; pass save_and_stop or warn."
         )
-    correction = config.algorithm.rollout_correction
-    if config.trainer.alerts.cause != "warn" and (correction.bypass_mode or correction.diagnostics != "full"):
+    correction, action = config.algorithm.rollout_correction, config.trainer.alerts.cause
+    if action != "warn" and correction.diagnostics != "full":
         yield (
-            f"trainer.alerts.cause={config.trainer.alerts.cause} needs signatures, which decoupled mode measures with "
-            "algorithm.rollout_correction.diagnostics=full; pass that and algorithm.rollout_correction.bypass_mode=False, or "
-            "trainer.alerts.cause=warn."
+            f"trainer.alerts.cause={action} needs signatures; pass algorithm.rollout_correction.diagnostics=full, which measures "
+            "them, or trainer.alerts.cause=warn."
+        )
+    if action == "skip" and correction.bypass_mode:
+        yield (
+            "trainer.alerts.cause=skip needs a cause that is known before the update, but in bypass mode "
+            "(algorithm.rollout_correction.bypass_mode=True) the update itself measures it; pass save_and_stop or warn."
         )
 
 

@@ -22,7 +22,7 @@ class AlertsConfig(StrictModel):
 
     ``warn`` sends an alert to W&B and the console. ``skip`` also skips the step's updates; as after every step, the engines then
     receive the weights again and empty their caches. ``save_and_stop`` skips the updates, writes a checkpoint and ends the run.
-    In bypass mode the mismatch is known only after the update, which therefore cannot be skipped.
+    In bypass mode mismatch and cause are known only after the update, which therefore cannot be skipped.
     """
 
     mismatch: AlertAction = "warn"
@@ -31,7 +31,7 @@ class AlertsConfig(StrictModel):
     """Nats per token; null: never."""
     cause: AlertAction = "warn"
     """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other than ``warn`` it needs
-    decoupled mode and ``algorithm.rollout_correction.diagnostics=full``."""
+    ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` in bypass mode."""
     reward_collapse: AlertAction = "warn"
     """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``."""
     reward_drop: float | None = Field(0.5, gt=0)

@@ -17,7 +17,7 @@ from verl_rc.correction.log_ratio import LogRatio, extremes, indicator, sequence
 from verl_rc.correction.metrics import Numbers, correction_metrics
 from verl_rc.correction.rejection import Rejection, exclusive_fractions, rejection_means, rule_statistic, rule_totals
 from verl_rc.correction.sequences import LogProbs, SequenceContext
-from verl_rc.correction.signatures import head_sums, signature_sums
+from verl_rc.correction.signatures import head_sums, signature_metrics, signature_sums
 from verl_rc.correction.totals import (
     AgeTotals,
     FullTotals,
@@ -102,6 +102,14 @@ class CorrectionStatistics:
     def metrics(self, config: RolloutCorrectionConfig) -> dict[str, float]:
         """``rollout_corr/*`` of the sequences measured, by name; one copy from the device."""
         return correction_metrics(self.numbers(), config.settings())
+
+    def signatures(self) -> dict[str, float]:
+        """Those of ``metrics`` that tell causes apart; only where the trainer's weights were those before any update."""
+        full, histograms = self.numbers().totals.full, self.numbers().histograms
+        assert full is not None
+        assert full.signatures is not None
+        assert full.head is not None
+        return {f"rollout_corr/{name}": n for name, n in signature_metrics(full.signatures, full.head, histograms[0]).items()}
 
     def merge(self, other: "CorrectionStatistics") -> "CorrectionStatistics":
         """Statistics of both parts together. Raises ``ValueError`` unless the same was measured of both."""

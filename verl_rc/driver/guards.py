@@ -36,7 +36,7 @@ def may_train(
         wanted = _act(services, alerts.reward_collapse, "the reward has collapsed", collapse, step)
     if not services.config.algorithm.rollout_correction.bypass_mode:
         wanted = check_mismatch(services, scored.statistics, record, step) and wanted
-    wanted = _check_cause(services, record, step) and wanted
+    wanted = check_cause(services, record, step) and wanted
     record.add({"alerts/withheld_updates": float(not wanted)})
     return wanted
 
@@ -54,7 +54,7 @@ def check_mismatch(services: Services, statistics: CorrectionStatistics | None, 
     return _act(services, alerts.mismatch, "rollout and trainer disagree too much", text, step)
 
 
-def _check_cause(services: Services, record: StepRecord, step: int) -> bool:
+def check_cause(services: Services, record: StepRecord, step: int) -> bool:
     """Whether a cause of the gap that was named, and that no correction repairs, allows an update."""
     if not record.value(CAUSE):
         return True

@@ -90,9 +90,12 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
     state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", report.grad_norms, limit)
     if report.correction is not None and report.gap is not None:  # bypass mode: the actor has corrected
         stages.describe_correction(services, report.correction, control, record)
+        record.add({} if report.signatures is None else report.signatures.signatures())
+        state.health = stages.judge_causes(services, state.health, record, step)
         state.control = control.after_correction(report.correction).state
         state.rollout_gap_limit = stages.judge_gap(services, state, report.gap, record)
         guards.check_mismatch(services, report.correction, record, step)
+        guards.check_cause(services, record, step)
 
 
 def start(services: Services, state: RunState) -> float | None:

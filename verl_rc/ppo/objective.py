@@ -170,6 +170,13 @@ def measure_current(
     return measure(log_probs, batch.rollout_log_probs, batch.response_mask, config, context)
 
 
+def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionStatistics:
+    """Mergeable statistics with the signatures of a micro-batch before any update; they mean nothing after one."""
+    context = SequenceContext(entropies=current.entropies, sum_pi_squared=current.sum_pi_squared)
+    config = RolloutCorrectionConfig(diagnostics="full")
+    return measure(current.log_probs, batch.rollout_log_probs, batch.response_mask, config, context)
+
+
 def correct_current(
     batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, statistics: CorrectionStatistics
 ) -> TrainBatch:

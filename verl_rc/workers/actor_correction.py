@@ -8,10 +8,10 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, require_finite
-from verl_rc.data.batches import TrainBatch
+from verl_rc.data.batches import TokenScores, TrainBatch
 from verl_rc.distributed.process_group import DeviceMesh, all_reduce_max, all_reduce_sum
 from verl_rc.ppo.choices import needs_statistics_first
-from verl_rc.ppo.objective import MiniBatchCounts, correct_current, kept_counts, measure_current
+from verl_rc.ppo.objective import MiniBatchCounts, correct_current, kept_counts, measure_current, measure_signatures
 from verl_rc.weight_sync.proof import LogProbGap
 
 CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
@@ -29,6 +29,7 @@ class ActorCorrection:
         self._whole: CorrectionStatistics | None = None
         self._seen: CorrectionStatistics | None = None
         self._all: CorrectionStatistics | None = None
+        self._signed: CorrectionStatistics | None = None
         # float64: with float32 sums the gap over ranks would depend on how rows are spread over them.
         self._gap = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         self.statistics_seconds = 0.0
@@ -63,6 +64,12 @@ class ActorCorrection:
         self._add_gap(batch, log_probs)
         return correct_current(batch, log_probs, self._config, self._whole or found)
 
+    def sign(self, batch: TrainBatch, current: TokenScores) -> None:
+        """Measure the signatures of a micro-batch, if it is of the first mini-batch: after it the policies differ by design."""
+        if self._all is None and self._config.diagnostics == "full":
+            found = measure_signatures(batch, current)
+            self._signed = found if self._signed is None else self._signed.merge(found)
+
     def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch as ``correct`` will return it, without adding to the statistics."""
         found = self._whole or measure_current(batch, log_probs, self._config, self._policy_version)
@@ -91,8 +98,11 @@ class ActorCorrection:
     def statistics(self) -> CorrectionStatistics:
         """Of all mini-batches and ranks, on the CPU."""
         assert self._all is not None
-        # Ray would otherwise send a GPU tensor to a driver without a GPU.
-        return self._all.with_vectors(self._all.sums.cpu(), self._all.maxima.cpu())
+        return _on_cpu(self._all)
+
+    def signatures(self) -> CorrectionStatistics | None:
+        """Those of the first mini-batch over all ranks, on the CPU; None without full diagnostics. Collective."""
+        return None if self._signed is None else _on_cpu(self._over_ranks(self._signed))
 
     def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:
         return statistics.with_vectors(
@@ -108,3 +118,8 @@ class ActorCorrection:
             sums, largest = self._gap
             found = torch.stack([gaps.sum(), counted.sum().double()])
             self._gap = sums.to(gaps.device) + found, torch.maximum(largest.to(gaps.device), gaps.max()[None])
+
+
+def _on_cpu(statistics: CorrectionStatistics) -> CorrectionStatistics:
+    # Ray would otherwise send a GPU tensor to a driver without a GPU.
+    return statistics.with_vectors(statistics.sums.cpu(), statistics.maxima.cpu())

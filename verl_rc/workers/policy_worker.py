@@ -144,7 +144,7 @@ class PolicyWorker(Learner):
             records.append(Metric("timing_s/correction_statistics", seconds, Reduction.MAX))
         if correction is None:
             return ActorReport(records, totals.grad_norms, kept_tokens)
-        return ActorReport(records, totals.grad_norms, kept_tokens, correction.statistics(), gap)
+        return ActorReport(records, totals.grad_norms, kept_tokens, correction.statistics(), gap, correction.signatures())
 
     def accumulate(
         self, batch: TrainBatch, share: MiniBatchShare, totals: ObjectiveTotals, correction: ActorCorrection | None
@@ -168,6 +168,7 @@ class PolicyWorker(Learner):
             part = select_sequences(batch, rows, self._device)
             current = self.score(part)
             if correction is not None:
+                correction.sign(part, current)
                 part = correction.correct(part, current.log_probs)
             return policy_objective(current, part, self._actor, self._correction, aggregation, covariance)
 
@@ -176,8 +177,9 @@ class PolicyWorker(Learner):
 
     def score(self, part: TrainBatch) -> TokenScores:
         """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient."""
-        with_entropy = self._actor.entropy_coeff != 0 or self._correction.bypass_mode
-        return score_tokens(self.model.module, part.tokens, self._forward, with_entropy)
+        bypass = self._correction.bypass_mode
+        with_entropy, squares = self._actor.entropy_coeff != 0 or bypass, bypass and self._needs_sum_pi_squared
+        return score_tokens(self.model.module, part.tokens, self._forward, with_entropy, squares)
 
     def _covariance(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None

@@ -43,3 +43,5 @@ class ActorReport(UpdateReport):
     """Bypass mode: rollout correction over all mini-batches and ranks."""
     gap: LogProbGap | None = None
     """Bypass mode: gap of the first mini-batch, before any update."""
+    signatures: CorrectionStatistics | None = None
+    """Bypass mode with full diagnostics: of the first mini-batch, over all ranks."""

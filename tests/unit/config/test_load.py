@@ -134,8 +134,8 @@ MISTAKES = [
     ),
     ("trainer.alerts.cause=skip", "trainer.alerts.cause=skip needs signatures"),
     (
-        f"trainer.alerts.cause=save_and_stop {CORRECTION}.diagnostics=full {CORRECTION}.bypass_mode=True",
-        "trainer.alerts.cause=save_and_stop needs signatures",
+        f"trainer.alerts.cause=skip {CORRECTION}.diagnostics=full {CORRECTION}.bypass_mode=True",
+        "trainer.alerts.cause=skip needs a cause that is known before the update",
     ),
     ("trainer.resume_from_path=/x", "has no effect with trainer.resume_mode=auto"),
     ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),

@@ -118,7 +118,12 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
         run.stop.end_if_decided()
 
 
-COOLER = {"rollout_corr/temperature_slope": -0.11, "rollout_corr/temperature_r2": 0.97, "rollout_corr/temperature_z": -500.0}
+COOLER = {
+    "rollout_corr/missing_mass": 0.0,
+    "rollout_corr/temperature_slope": -0.11,
+    "rollout_corr/temperature_r2": 0.97,
+    "rollout_corr/temperature_z": -500.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,7 @@ COOLER = {"rollout_corr/temperature_slope": -0.11, "rollout_corr/temperature_r2"
 def test_a_cause_acts_from_its_second_step_until_it_is_gone(action: str, trains: bool, stops: bool) -> None:
     run = make_run(f"trainer.alerts.cause={action}", "algorithm.rollout_correction.diagnostics=full")
     history, found = HealthHistory(), []
-    for step, metrics in enumerate([COOLER, COOLER, {}], 1):
+    for step, metrics in enumerate([COOLER, COOLER, {"rollout_corr/missing_mass": 0.0}], 1):
         record = StepRecord()
         record.add(metrics)
         history = judge_causes(cast(Services, run), history, record, step)

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from bypass_cases import CASES, case_batch, case_config, case_id
 from small_models import free_port, small_run_config
 
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import TokenScores, TrainBatch
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
@@ -72,6 +74,39 @@ def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: Table
         worker.update(batch, UpdateRequest(worker._correction, 0, [share], gap_limit=1e-3))
     after = [parameter.full_tensor() for parameter in worker.model.module.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("parts", [[slice(0, 6)], [slice(0, 1), slice(1, 6)]], ids=["whole", "in_parts"])
+def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts: list[slice]) -> None:
+    case = CASES[0]
+    config, batch = RolloutCorrectionConfig(bypass_mode=True, diagnostics="full"), case_batch(case)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.tensor(case["log_probs"])
+    entropies, squares = torch.rand(table.shape, generator=generator), 1 + torch.rand(table.shape, generator=generator)
+    correction = ActorCorrection(config, worker._mesh, policy_version=0)
+    for moved in (0.0, 0.7):  # the second one comes after an update
+        for rows in parts:
+            current = TokenScores(table[rows] + moved, entropies[rows], squares[rows])
+            part = cast(TrainBatch, batch[rows])
+            correction.sign(part, current)
+            correction.correct(part, current.log_probs)
+        correction.finish()
+    decoupled = compute_rollout_correction(
+        table,
+        batch.rollout_log_probs,
+        batch.response_mask,
+        RolloutCorrectionConfig(diagnostics="full"),
+        entropies=entropies,
+        sum_pi_squared=squares,
+    ).metrics()
+    found = correction.signatures()
+    assert found is not None
+    signatures = found.signatures()
+    assert {"rollout_corr/logit_noise", "rollout_corr/temperature_slope", "rollout_corr/missing_mass"} <= signatures.keys()
+    assert signatures == pytest.approx({name: decoupled[name] for name in signatures}, rel=1e-9)
+    core = ActorCorrection(config.model_copy(update={"diagnostics": "core"}), worker._mesh, policy_version=0)
+    core.sign(batch, TokenScores(table, entropies, squares))
+    assert core.signatures() is None
 
 
 def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -> None:

@@ -74,8 +74,7 @@ def _signed(run: RunData) -> list[Statement]:
 def _with_what_cannot_be_told(found: Statement, run: RunData) -> Statement:
     if has_signatures(run) or found.level == "unknown":
         return found
-    mode = " and bypass_mode=False" if run.settings.get(f"{_CORRECTION}.bypass_mode") else ""
-    key = f"{_CORRECTION}.diagnostics=full{mode} records" if run.is_own else "verl_rc would record"
+    key = f"{_CORRECTION}.diagnostics=full records" if run.is_own else "verl_rc would record"
     missing = f"Another temperature and raw log-probs cannot be told: {key} their signatures"
     return replace(found, sentence=f"{found.sentence}. {missing}")
 

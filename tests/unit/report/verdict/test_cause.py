@@ -139,10 +139,11 @@ def test_the_floor_is_that_of_the_first_two_steps() -> None:
     few = {"concentration": 0.99, "logit_noise": 0.1}
     assert follow([{"logit_noise": 0.02}, {"logit_noise": 0.04}, few, few])[3]
     assert not follow([{"logit_noise": 0.06}, {"logit_noise": 0.06}, few, few])[3]
-    metrics = {f"{PREFIX}logit_noise": 0.04}
+    metrics = {f"{PREFIX}missing_mass": 0.0, f"{PREFIX}logit_noise": 0.04}
     _, further, history = judge_causes(metrics, 2, CauseHistory(first_noise=(0.02,)), 1.0)
     assert further[f"{PREFIX}logit_noise_floor"] == pytest.approx(0.03)
-    assert judge_causes({f"{PREFIX}logit_noise": 9.0}, 3, history, 1.0)[2].first_noise == (0.02, 0.04)
+    assert judge_causes({f"{PREFIX}logit_noise": 9.0}, 2, CauseHistory(), 1.0) == ({}, {}, CauseHistory())  # no signatures
+    assert judge_causes({**metrics, f"{PREFIX}logit_noise": 9.0}, 3, history, 1.0)[2].first_noise == (0.02, 0.04)
 
 
 def test_causes_are_followed_over_a_resume() -> None:
