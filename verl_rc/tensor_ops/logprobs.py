@@ -1,111 +1,146 @@
-"""Log-probs of tokens and entropies of distributions from logits, in row chunks; interpolated log-probs of two policies."""
+"""Log-probs of tokens and entropies of distributions from hidden states, in chunks; interpolated log-probs of two policies."""
 
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_rc.tensor_ops.masked import row_slices
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 20}
-_CHUNK_ELEMENTS_ON_ACCELERATORS = 1 << 26
+LOGITS_AT_ONCE = 1 << 24
+"""Logits in a chunk: enough for wide matrix products, too few to count beside the weights that have so large a vocabulary."""
 
 
-def log_probs_from_logits(logits: Tensor, token_ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """``log softmax(logits / temperature)[token_ids]``, with gradient.
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What is computed of every predicted token."""
 
-    ``logits`` is ``[N, V]``, ``token_ids`` int64 ``[N]``; returns ``[N]``, nats, in float32 (float64 for float64 logits).
-    Temporaries in that precision exist for one chunk of rows at a time. Raises ``ValueError`` for other shapes or a
-    temperature that is not positive.
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    entropies: bool = False
+    entropy_gradient: bool = True
+    """Whether entropies carry a gradient."""
+    sum_pi_squared: bool = False
+
+
+class HiddenStateScores(NamedTuple):
+    """Scores of K predicted tokens under ``p = softmax(logits / temperature)``; None: not asked for."""
+
+    log_probs: Tensor
+    """``log p[token]``, nats ``[K]``, with gradient."""
+    entropies: Tensor | None
+    """``-sum_v p_v log p_v``, nats ``[K]``; logits of -inf count as probability 0."""
+    sum_pi_squared: Tensor | None
+    """``sum_v p_v^2`` ``[K]`` in (0, 1], without gradient: the probability of drawing the same token twice."""
+
+
+def scores_from_hidden_states(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, options: ScoreOptions, bias: Tensor | None = None
+) -> HiddenStateScores:
+    """Scores of tokens whose logits are ``hidden @ weight.T + bias``, in float32 (float64 for float64 hidden states).
+
+    The logits of all tokens never exist at once: the forward pass takes a chunk of the tokens at a time, the backward pass a
+    chunk of the vocabulary, whose logits it computes again. Logits that fit into one chunk are kept instead.
+
+    Args:
+        hidden: ``[K, H]``.
+        weight: ``[V, H]`` in the dtype of ``hidden``, in which logits are computed before they are cast.
+        token_ids: int64 ``[K]``.
+        options: What to compute.
+        bias: ``[V]``, optional.
+
+    Raises ``ValueError`` for other shapes or a temperature that is not positive.
     """
-    _check(logits, temperature)
-    if token_ids.shape != logits.shape[:1]:
-        raise ValueError(f"token_ids must be [N] for logits [N, V]; got {list(token_ids.shape)} and {list(logits.shape)}")
-    result: Tensor = _TokenLogProbs.apply(logits, token_ids, temperature)  # type: ignore[no-untyped-call]
-    return result
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden states must be [K, H] and weights [V, H]; got {list(hidden.shape)} and {list(weight.shape)}")
+    if token_ids.shape != hidden.shape[:1]:
+        raise ValueError(f"token_ids must be [K] for hidden states [K, H]; got {list(token_ids.shape)}, {list(hidden.shape)}")
+    if not options.temperature > 0:
+        raise ValueError(f"the temperature must be > 0; got {options.temperature}")
+    found = _HiddenStateScores.apply(hidden, weight, bias, token_ids, options)  # type: ignore[no-untyped-call]
+    return HiddenStateScores(*found)
 
 
-def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """``H = -sum_v p_v log p_v`` with ``p = softmax(logits / temperature)``, with gradient.
-
-    ``[N, V]`` to ``[N]``, nats, in float32 (float64 for float64 logits); logits of -inf count as probability 0. Memory and
-    errors as in ``log_probs_from_logits``.
-    """
-    _check(logits, temperature)
-    result: Tensor = _Entropies.apply(logits, temperature)  # type: ignore[no-untyped-call]
-    return result
-
-
-def sum_pi_squared_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """``sum_v p_v^2`` with ``p = softmax(logits / temperature)``: the probability of drawing the same token twice.
-
-    ``[N, V]`` to ``[N]``, in (0, 1], without gradient; precision, memory and errors as in ``log_probs_from_logits``.
-    """
-    _check(logits, temperature)
-    sums = logits.new_empty(logits.shape[:1], dtype=_precision(logits))
-    with torch.no_grad():
-        for rows in _row_chunks(logits):
-            sums[rows] = _scaled(logits[rows], temperature).softmax(dim=-1).square_().sum(dim=-1)
-    return sums
-
-
-class _TokenLogProbs(torch.autograd.Function):
-    """Saves the logits and their normalisers; the backward pass recomputes the softmax."""
+class _HiddenStateScores(torch.autograd.Function):
+    """Saves the hidden states, the weights, and three numbers a token: maximum and sum of the softmax, entropy."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-        normalisers = logits.new_empty(logits.shape[:1], dtype=_precision(logits))
-        chosen = torch.empty_like(normalisers)
-        for rows in _row_chunks(logits):
-            scaled = _scaled(logits[rows], temperature)
-            normalisers[rows] = scaled.logsumexp(dim=-1)
-            chosen[rows] = scaled.gather(-1, token_ids[rows, None])[:, 0]
-        ctx.save_for_backward(logits, token_ids, normalisers)
-        ctx.temperature = temperature
-        return chosen.sub_(normalisers)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, options: ScoreOptions
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        tokens, vocabulary = hidden.shape[0], weight.shape[0]
+        log_probs, maxima, sums = (hidden.new_empty(tokens, dtype=_precision(hidden)) for _ in range(3))
+        entropies = torch.empty_like(log_probs) if options.entropies else None
+        squares = torch.empty_like(log_probs) if options.sum_pi_squared else None
+        for rows in row_slices(tokens, vocabulary, LOGITS_AT_ONCE):
+            logits = F.linear(hidden[rows], weight, bias)
+            scaled = _scaled(logits, options.temperature)
+            maxima[rows] = scaled.amax(dim=-1)
+            log_probs[rows] = scaled.gather(-1, token_ids[rows, None])[:, 0]
+            exponentials = _exponentials(scaled, maxima[rows])
+            sums[rows] = exponentials.sum(dim=-1)
+            if entropies is not None or squares is not None:
+                probs = exponentials.div_(sums[rows, None])
+                if squares is not None:
+                    squares[rows] = probs.square().sum(dim=-1)
+                if entropies is not None:
+                    entropies[rows] = torch.special.entr(probs).sum(dim=-1)
+        kept = logits if logits.shape[0] == tokens else None
+        ctx.save_for_backward(hidden, weight, bias, token_ids, maxima, sums, entropies, kept)
+        ctx.options = options
+        constants = [squares] if options.entropy_gradient else [squares, entropies]
+        ctx.mark_non_differentiable(*(values for values in constants if values is not None))
+        return log_probs.sub_(maxima).sub_(sums.log()), entropies, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        """``(onehot(token) - softmax) / temperature``."""
-        logits, token_ids, normalisers = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for rows in _row_chunks(logits):
-            slope = (grad_output[rows] / ctx.temperature)[:, None]
-            chunk = _scaled(logits[rows], ctx.temperature).sub_(normalisers[rows, None]).exp_().mul_(-slope)
-            grad_logits[rows] = chunk.scatter_add_(-1, token_ids[rows, None], slope.to(chunk.dtype))
-        return grad_logits, None, None
+    def backward(
+        ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """Of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) / temperature``."""
+        hidden, weight, bias, token_ids, maxima, sums, entropies, kept = ctx.saved_tensors
+        temperature = ctx.options.temperature
+        slope = (grad_log_probs / temperature)[:, None]
+        grad_hidden = None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        # Chunks of the vocabulary: each row of the weight's gradient is one sum over all tokens, as if there were no chunks,
+        # and is rounded once. Only the gradient of the hidden states is added up, in the higher precision.
+        for words in row_slices(weight.shape[0], hidden.shape[0], LOGITS_AT_ONCE):
+            part = weight[words], None if bias is None else bias[words]
+            logits = F.linear(hidden, *part) if kept is None else kept[:, words]
+            probs = _exponentials(_scaled(logits, temperature), maxima).div_(sums[:, None])
+            if ctx.options.entropies and ctx.options.entropy_gradient:
+                of_entropy = torch.special.entr(probs).sub_(probs * entropies[:, None])
+                grad_logits = of_entropy.mul_((grad_entropies / temperature)[:, None]).sub_(probs.mul_(slope))
+            else:
+                grad_logits = probs.mul_(-slope)
+            place = token_ids - words.start
+            here = (place >= 0) & (place < logits.shape[1])
+            grad_logits.scatter_add_(-1, torch.where(here, place, 0)[:, None], torch.where(here[:, None], slope, 0.0))
+            grad_logits = grad_logits.to(weight.dtype)
+            if ctx.needs_input_grad[0]:
+                grad_hidden = _add_product(grad_hidden, grad_logits, weight[words])
+            if grad_weight is not None:
+                torch.mm(grad_logits.t(), hidden, out=grad_weight[words])
+            if grad_bias is not None:
+                torch.sum(grad_logits, dim=0, out=grad_bias[words])
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
 
 
-class _Entropies(torch.autograd.Function):
-    """Saves the logits and the entropies; the backward pass recomputes the softmax."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
-        entropies = logits.new_empty(logits.shape[:1], dtype=_precision(logits))
-        for rows in _row_chunks(logits):
-            entropies[rows] = torch.special.entr(_scaled(logits[rows], temperature).softmax(dim=-1)).sum(dim=-1)
-        ctx.save_for_backward(logits, entropies)
-        ctx.temperature = temperature
-        return entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """``-p (log p + H) / temperature``."""
-        logits, entropies = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for rows in _row_chunks(logits):
-            probs = _scaled(logits[rows], ctx.temperature).softmax(dim=-1)
-            slope = (grad_output[rows] / ctx.temperature)[:, None]
-            grad_logits[rows] = torch.special.entr(probs).sub_(probs.mul_(entropies[rows, None])).mul_(slope)
-        return grad_logits, None
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """``total + left @ right``, in place, in the precision of sums."""
+    if total is None:
+        return (left @ right).to(_precision(left))
+    # addmm_ needs no memory for the product, but has one dtype.
+    return total.addmm_(left, right) if left.dtype == total.dtype else total.add_(left @ right)
 
 
-def _precision(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+def _precision(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -113,14 +148,10 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(_precision(logits)) / temperature
 
 
-def _row_chunks(logits: Tensor) -> Iterator[slice]:
-    rows, width = logits.shape
-    return row_slices(rows, width, _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS_ON_ACCELERATORS))
-
-
-def _check(logits: Tensor, temperature: float) -> None:
-    if logits.ndim != 2 or not temperature > 0:
-        raise ValueError(f"logits must be [N, V] and the temperature > 0; got {list(logits.shape)} and {temperature}")
+def _exponentials(scaled: Tensor, maxima: Tensor) -> Tensor:
+    """``exp(scaled - maxima)`` of each row, in place."""
+    # exp(scaled - logsumexp) would have the rounding error of a number as large as the logits.
+    return scaled.sub_(maxima[:, None]).exp_()
 
 
 def interpolate_proximal(

@@ -1,13 +1,15 @@
 """One forward pass over prompts and responses: log-probs, entropies or values of all response tokens."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask
-from verl_rc.tensor_ops import entropy_from_logits, log_probs_from_logits, sum_pi_squared_from_logits
-from verl_rc.workers.language_model import packed_logits, padded_logits
+from verl_rc.tensor_ops import ScoreOptions
+from verl_rc.workers.language_model import packed_inputs, packed_logits, padded_inputs
+from verl_rc.workers.scoring_head import PredictedTokens, score_predicted
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,16 @@ def score_tokens(
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one to its left."""
     packed = PackedSequences.from_tokens(tokens)
     if options.remove_padding:
-        # Logits only where a response token is predicted: prompts would take V floats a token for nothing.
-        logits = packed_logits(model, packed.token_ids, packed.lengths, keep=packed.predictors)
+        inputs, positions = packed_inputs(packed.token_ids, packed.lengths), packed.predictors
     else:
-        logits = _padded_outputs(model, packed)
+        inputs, real = _padded(packed)
+        positions = real.flatten().nonzero()[:, 0][packed.predictors]
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
-    log_probs = log_probs_from_logits(logits, targets, temperature=options.temperature)
-    entropies = None
-    if with_entropy:
-        # An entropy that is only reported would keep a second set of [K, V] tensors alive until backward.
-        seen = logits if options.entropy_gradient else logits.detach()
-        entropies = entropy_from_logits(seen, temperature=options.temperature)
-        entropies = packed.to_grid(entropies)
-    sum_pi_squared = None
-    if with_sum_pi_squared:
-        sum_pi_squared = packed.to_grid(sum_pi_squared_from_logits(logits, temperature=options.temperature))
-    return TokenScores(packed.to_grid(log_probs), entropies, sum_pi_squared)
+    wanted = ScoreOptions(options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared)
+    scores = score_predicted(model, PredictedTokens(positions, targets, wanted), **inputs)
+    grids = (None if values is None else packed.to_grid(values) for values in scores)
+    return TokenScores(*grids)
 
 
 def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> Tensor:
@@ -53,7 +48,8 @@ def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> 
     if remove_padding:
         outputs = packed_logits(model, packed.token_ids, packed.lengths)[packed.predictors]
     else:
-        outputs = _padded_outputs(model, packed)
+        inputs, real = _padded(packed)
+        outputs = model(**inputs).logits[real][packed.predictors]
     # float32 before the loss: returns of hundreds have steps of 1 or more in bfloat16.
     return packed.to_grid(outputs[:, 0].float())
 
@@ -89,9 +85,9 @@ class PackedSequences:
         return grid.masked_scatter(self.is_response, values)
 
 
-def _padded_outputs(model: nn.Module, packed: PackedSequences) -> Tensor:
-    """Outputs ``[K, ...]`` that predict the response tokens, every row padded to the longest."""
+def _padded(packed: PackedSequences) -> tuple[dict[str, Any], Tensor]:
+    """Inputs with every row padded to the longest, and bool ``[B, S]``: where real tokens lie."""
     real = positions_mask(packed.lengths, int(packed.lengths.max()))
     padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=packed.token_ids.device)
     padded_ids[real] = packed.token_ids
-    return padded_logits(model, padded_ids, real)[real][packed.predictors]
+    return padded_inputs(padded_ids, real), real

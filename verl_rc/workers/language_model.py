@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl_rc.config.models import model_source
+from verl_rc.workers.scoring_head import add_scoring
 
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -96,13 +97,14 @@ AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
 def load_causal_lm(
     path: str, dtype: torch.dtype, gradient_checkpointing: bool = False, trust_remote_code: bool = False
 ) -> nn.Module:
-    """Load a Hugging Face causal language model whose attention understands packed input.
+    """Load a Hugging Face causal language model whose attention understands packed input and which can score tokens.
 
-    Raises ``ValueError`` when ``path`` looks like a folder but holds no model.
+    Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or one whose logits are computed in another way
+    than by a linear layer.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
     model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments)
-    return _with_checkpointing(model, gradient_checkpointing)
+    return add_scoring(_with_checkpointing(model, gradient_checkpointing))
 
 
 def load_value_model(
@@ -158,31 +160,37 @@ def _with_checkpointing(model: nn.Module, enabled: bool) -> nn.Module:
 
 
 def packed_logits(model: nn.Module, token_ids: Tensor, lengths: Tensor | list[int], keep: Tensor | None = None) -> Tensor:
-    """Logits (or, of a value model, values) of packed sequences.
+    """Logits (or, of a value model, values) of packed sequences: ``[N, V]``, or with ``keep`` ``[K, V]``.
 
-    ``token_ids`` is int64 ``[N]``, sequences one after the other; ``lengths`` int64 ``[S]`` their token counts (sum N);
-    ``keep`` (int64 ``[K]``, optional) the packed positions whose logits are wanted. Returns ``[N, V]`` or ``[K, V]``.
+    ``token_ids`` and ``lengths`` are those of ``packed_inputs``; ``keep`` (int64 ``[K]``) are packed positions.
+    """
+    # transformers' logits_to_keep takes positions: no logits are computed for prompts.
+    selection = {} if keep is None else {"logits_to_keep": keep}
+    logits: Tensor = model(**packed_inputs(token_ids, lengths), **selection).logits
+    return logits[0]
+
+
+def packed_inputs(token_ids: Tensor, lengths: Tensor | list[int]) -> dict[str, Any]:
+    """Arguments of a model's forward pass over packed sequences.
+
+    ``token_ids`` is int64 ``[N]``, sequences one after the other; ``lengths`` int64 ``[S]`` their token counts (sum N).
     """
     layout = PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device))
     if layout.grid_index.numel() != token_ids.numel():
         raise ValueError(f"lengths must sum to the number of tokens {token_ids.numel()}, got {layout.grid_index.numel()}.")
-    # transformers' logits_to_keep takes positions: no logits are computed for prompts.
-    selection = {} if keep is None else {"logits_to_keep": keep}
-    output = model(
-        input_ids=token_ids[None],
-        position_ids=layout.position_ids[None],
-        attention_mask=None,
-        use_cache=False,
-        packed_layout=layout,
-        **selection,
-    )
-    return output.logits[0]
+    return {
+        "input_ids": token_ids[None],
+        "position_ids": layout.position_ids[None],
+        "attention_mask": None,
+        "use_cache": False,
+        "packed_layout": layout,
+    }
 
 
-def padded_logits(model: nn.Module, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Logits ``[B, S, V]`` of right-padded sequences ``token_ids`` ``[B, S]`` (``use_remove_padding=False``).
+def padded_inputs(token_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """Arguments of a model's forward pass over right-padded sequences ``token_ids`` ``[B, S]`` (``use_remove_padding=False``).
 
     Padding lies on the right, so a causal mask alone keeps it out of sight of real tokens.
     """
     position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
-    return model(input_ids=token_ids, position_ids=position_ids, attention_mask=None, use_cache=False).logits
+    return {"input_ids": token_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}

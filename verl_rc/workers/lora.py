@@ -17,7 +17,8 @@ _ADAPTER = "default"
 def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
     """The model with trainable adapters (arXiv:2106.09685) beside frozen weights; itself when ``lora_rank`` is 0.
 
-    An adapter starts at zero, so that the first policy is the model's own. Raises ``ValueError`` when the targets match nothing.
+    An adapter starts at zero, so that the first policy is the model's own. Raises ``ValueError`` when the targets match nothing,
+    or the output layer.
     """
     if config.lora_rank == 0:
         return model
@@ -38,6 +39,11 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
             f"(without exclude_modules={config.exclude_modules!r}). Its linear layers are {', '.join(linear)}; all-linear takes "
             f"all of them. ({error})"
         ) from error
+    if not isinstance(model.get_output_embeddings(), nn.Linear):  # type: ignore[operator]
+        raise ValueError(
+            f"actor_rollout_ref.model.target_modules must leave the output layer out, got {config.target_modules!r}: log-probs "
+            "are computed with its plain weight, a chunk at a time. Take it out of the list, or name it in exclude_modules."
+        )
     return adapted
 
 

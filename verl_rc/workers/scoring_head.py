@@ -1,0 +1,108 @@
+"""A language model whose forward pass can end in scores of tokens instead of logits."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_rc.tensor_ops import HiddenStateScores, ScoreOptions, scores_from_hidden_states
+
+
+@dataclass(frozen=True)
+class PredictedTokens:
+    """Which tokens are scored, and how."""
+
+    positions: Tensor
+    """int64 ``[K]``: where the hidden states lie that predict them, counted over all rows."""
+    token_ids: Tensor
+    """int64 ``[K]``."""
+    options: ScoreOptions
+
+
+def add_scoring(model: nn.Module) -> nn.Module:
+    """The model, whose forward pass returns ``HiddenStateScores`` when it is given ``predicted``.
+
+    Raises ``ValueError`` when the logits are not a constant times a linear layer of the last hidden states.
+    """
+    causal_lm: Any = model
+    plain_forward, factor = causal_lm.forward, _logit_factor(causal_lm)
+
+    # The forward pass itself, not a function around it: FSDP's hooks gather the head's weight for the root's forward only, and
+    # keep it until its gradient is there.
+    def forward(*args: Any, predicted: PredictedTokens | None = None, **inputs: Any) -> Any:
+        if predicted is None:
+            return plain_forward(*args, **inputs)
+        # PEFT adds what it was not given as None.
+        given = {name: value for name, value in inputs.items() if value is not None}
+        hidden = causal_lm.base_model(*args, **given).last_hidden_state.flatten(0, 1)
+        head, options = causal_lm.get_output_embeddings(), predicted.options
+        return scores_from_hidden_states(
+            hidden.index_select(0, predicted.positions),
+            head.weight,
+            predicted.token_ids,
+            replace(options, temperature=options.temperature / factor),
+            head.bias,
+        )
+
+    causal_lm.forward = forward
+    return model
+
+
+def score_predicted(model: nn.Module, predicted: PredictedTokens, **inputs: Any) -> HiddenStateScores:
+    """Scores of the predicted tokens; ``inputs`` are those of the model's forward pass."""
+    scores: HiddenStateScores = model(predicted=predicted, **inputs)
+    return scores
+
+
+def _logit_factor(model: Any) -> float:
+    """What the model multiplies the output of its head by.
+
+    Found by a forward pass whose body and head are replaced: it shows what the model does between the two, and after them.
+    """
+    problem = (
+        "a policy's logits must be a constant times a linear layer of its last hidden states, so that log-probs need only "
+        f"a chunk of them at a time, but {type(model).__name__}"
+    )
+    body, head = model.base_model, model.get_output_embeddings()
+    if body is model or not isinstance(head, nn.Linear):
+        raise ValueError(f"{problem} has the output layer {type(head).__name__}. Train another model.")
+    hidden, logits, seen = torch.arange(6.0).view(1, 2, 3), torch.linspace(-60.0, 60.0, 14).view(1, 2, 7), []
+
+    def stub_head(states: Tensor) -> Tensor:
+        seen.append(states)
+        return logits.clone()
+
+    with _replaced(body, lambda *_, **__: _BodyOutput(hidden)), _replaced(head, stub_head):
+        found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
+    factor = float(found[0, 0, 0] / logits[0, 0, 0])
+    if len(seen) != 1 or not torch.equal(seen[0], hidden) or not torch.allclose(found, factor * logits):
+        changes = {name: value for name, value in vars(model.config).items() if "logit" in name and value is not None}
+        raise ValueError(f"{problem} changes them in another way (its config.json: {changes}). Train another model.")
+    return factor
+
+
+class _BodyOutput:
+    """Last hidden states; everything else that a model may ask for is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module with another forward pass inside the context."""
+    changed: Any = module
+    changed.forward = forward
+    try:
+        yield
+    finally:
+        del changed.forward
