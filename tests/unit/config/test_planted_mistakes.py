@@ -167,7 +167,7 @@ LEGACY: list[Mistake] = [
     (f"{ACTOR}.tis_imp_ratio_cap=2", "tis_imp_ratio_cap", "earlier verl release", "=2", f"{CORRECTION}.rollout_is=token"),
     (f"{ACTOR}.ppo_micro_batch_size=64", "ppo_micro_batch_size", "rows of all ranks", "=64", "write actor_rollout_ref"),
     (f"{ACTOR}.ulysses_sequence_parallel_size=4", "ulysses_sequence_parallel_size", "is not built", "=4", "write 1"),
-    (f"{MODEL}.use_fused_kernels=True", f"{MODEL}.use_fused_kernels", "are not built", "=True", "write False"),
+    (f"{MODEL}.use_liger=True", f"{MODEL}.use_liger", "are not built", "=True", "drop it"),
     (
         "trainer.v1.trainer_mode=colocate_async",
         "trainer.v1.trainer_mode",

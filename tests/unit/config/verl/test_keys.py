@@ -71,7 +71,7 @@ def test_an_accepted_default_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize(("value", "is_accepted"), [(False, True), (None, True), (True, False), (0, False), ("False", False)])
 def test_accepted_values_are_compared_with_their_type(value: Any, is_accepted: bool) -> None:
-    leaf = translate_key("actor_rollout_ref.model.use_fused_kernels", value, {})
+    leaf = translate_key("actor_rollout_ref.model.use_liger", value, {})
     assert (leaf.accepted, leaf.problem is None) == (is_accepted, is_accepted)
 
 
