@@ -11,6 +11,7 @@ from verl_rc.config.models import FsdpConfig, ModelConfig, model_source
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES
 from verl_rc.config.run import RunConfig
 from verl_rc.report.plan import BatchArithmetic, UpdateArithmetic, plan_of
+from verl_rc.tensor_ops.logprobs import LOGITS_AT_ONCE
 from verl_rc.workers.language_model import torch_dtype
 
 MIB = 1 << 20
@@ -30,7 +31,7 @@ ENGINE_MIB = 650
 """One engine: vllm, torch, ray."""
 
 _LOGIT_COPIES = 4
-"""Tensors of the size of the logits, in float32, alive at once in an update: logits, softmax, its gradient, entropy."""
+"""Tensors of the size of a chunk of logits, in float32, alive at once in an update: logits, softmax, its gradient, entropy."""
 _ACTIVATION_BYTES = 34
 """Bytes per token, layer and unit of width that a backward pass keeps in 16-bit precision (arXiv:2205.05198, section 4, without
 the attention scores, which fused kernels do not keep)."""
@@ -125,15 +126,15 @@ class _Update:
     tokens: int
     """Tokens of a micro-batch on one rank."""
     predicted_tokens: int
-    """Tokens of the micro-batch for which logits are computed."""
+    """Tokens of the micro-batch that are scored."""
     checkpointing: bool
 
     def activations(self) -> int:
-        """Bytes of the activations at the start of a backward pass, and of the logits."""
+        """Bytes of the activations at the start of a backward pass, and of a chunk of logits."""
         of_layer = self.tokens * self.shape.width * _ACTIVATION_BYTES * self.compute_bytes // 2
         kept = self.tokens * self.shape.width * self.compute_bytes * self.shape.layers + of_layer
         of_layers = kept if self.checkpointing else of_layer * self.shape.layers
-        return of_layers + self.predicted_tokens * self.shape.vocabulary * 4 * _LOGIT_COPIES
+        return of_layers + min(self.predicted_tokens * self.shape.vocabulary, LOGITS_AT_ONCE) * 4 * _LOGIT_COPIES
 
 
 def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None) -> list[RoleMemory]:
@@ -189,7 +190,8 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
         role,
         processes=ranks,
         weights=shape.parameters * master // ranks + gathered,
-        gradients=trained * master // ranks,
+        # Until the last micro-batch, each rank adds up the gradients of all weights; only then they are reduced to its shard.
+        gradients=trained * (master if ranks == 1 else 4),
         optimizer=2 * trained * master // ranks,
         baseline=TRAINER_MIB * MIB,
     )

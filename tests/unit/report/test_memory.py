@@ -75,7 +75,7 @@ def test_ranks_share_and_gather() -> None:
     actor = roles_of(given)["actor"]
     assert actor.processes == 2
     assert actor.weights == 2_000_000_000 + (200_000_000 + 100_000_000) * 4  # embeddings and one layer are gathered whole
-    assert (actor.gradients, actor.optimizer) == (2_000_000_000, 4_000_000_000)
+    assert (actor.gradients, actor.optimizer) == (4_000_000_000, 4_000_000_000)  # gradients are whole between micro-batches
 
 
 def test_activations_grow_with_the_tokens_of_a_micro_batch() -> None:
@@ -88,6 +88,13 @@ def test_activations_grow_with_the_tokens_of_a_micro_batch() -> None:
         {**base, f"{ACTOR}.ppo_max_token_len_per_gpu": 26, "actor_rollout_ref.model.enable_gradient_checkpointing": False}
     )
     assert kept["actor"].activations == 26 * 2000 * 68 * 10 + 14 * 100_000 * 4 * 4
+
+
+def test_there_is_at_most_one_chunk_of_logits() -> None:
+    given: Given = {**FULL, "data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 64, f"{ACTOR}.use_dynamic_bsz": True}
+    given |= {"data.max_prompt_length": 1000, "data.max_response_length": 1000}
+    actor = roles_of({**given, f"{ACTOR}.ppo_max_token_len_per_gpu": 16_000})["actor"]
+    assert actor.activations == 16_000 * (2000 * 4 * 10) + 16_000 * 2000 * 68 + (1 << 24) * 4 * 4  # 8,000 x 100,000 are more
 
 
 def test_a_micro_batch_is_never_larger_than_the_mini_batch() -> None:
