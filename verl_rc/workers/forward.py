@@ -37,9 +37,8 @@ def score_tokens(
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     wanted = ScoreOptions(options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared)
-    scores = score_predicted(model, PredictedTokens(positions, targets, wanted), **inputs)
-    grids = (None if values is None else packed.to_grid(values) for values in scores)
-    return TokenScores(*grids)
+    log_probs, *further = score_predicted(model, PredictedTokens(positions, targets, wanted), **inputs)
+    return TokenScores(packed.to_grid(log_probs), *(None if values is None else packed.to_grid(values) for values in further))
 
 
 def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> Tensor:
