@@ -18,7 +18,14 @@ from verl_rc.data.samples import Samples
 from verl_rc.losses import Aggregation
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
-from verl_rc.ppo.objective import MiniBatchCounts, correct_current, kept_counts, measure_current, policy_objective
+from verl_rc.ppo.objective import (
+    MiniBatchCounts,
+    correct_current,
+    kept_counts,
+    measure_current,
+    policy_objective,
+    with_interpolated_proximal,
+)
 from verl_rc.ppo.train_batch import ScoredStep, build_train_batch
 
 ROWS, WIDTH, GROUP = 40, 7, 4
@@ -110,7 +117,7 @@ def current_scores() -> TokenScores:
 def scored_step(config: RunConfig, inputs: Inputs = INPUTS) -> ScoredStep:
     """What the driver hands to the actor."""
     evaluations, algorithm = inputs.evaluations.clone(), config.algorithm
-    if algorithm.rollout_correction.bypass_mode:
+    if algorithm.rollout_correction.in_actor:
         evaluations.old_log_probs = inputs.samples.rollouts.rollout_log_probs
     return build_train_batch(inputs.samples, evaluations, algorithm, Control.from_config(algorithm), current_version=0)
 
@@ -134,8 +141,11 @@ def corrected(batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionCon
     options = MiniBatchOptions(len(log_probs), epochs=1, shuffle=False, seed=0, denominator=config.rejection_denominator)
     (mini_batch,) = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     counts = MiniBatchCounts(mini_batch.num_tokens, mini_batch.num_sequences)
-    if not config.bypass_mode:
+    if not config.in_actor:
         return batch, counts
+    if config.proximal == "interpolate":  # one of 100 updates since the rollouts of the step before
+        batch = with_interpolated_proximal(batch, log_probs.detach(), policy_version=1, updates=1, updates_per_step=99)
+        log_probs = batch.old_log_probs
     statistics = measure_current(batch, log_probs.detach(), config, policy_version=0)
     if config.nonfinite_logprob == "raise":
         require_finite(statistics.nonfinite_fraction, config)

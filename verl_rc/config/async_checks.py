@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
+from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.run import RunConfig
 
@@ -28,6 +29,7 @@ def check_async_training(config: RunConfig) -> Iterator[str]:
     """What does not fit together, one sentence each."""
     options = config.async_training
     yield from _batches(config)
+    yield from _interpolation(config)
     if options.is_synchronous:
         for key in _NEEDS_ASYNCHRONY:
             if _differs(options, key):
@@ -179,10 +181,12 @@ def _token_age(config: RunConfig) -> Iterator[str]:
             f"{given} rejects all tokens once the run is {usual} steps ahead: with partial_rollout=False those of a step are "
             f"{usual} to {options.oldest} steps old; pass {usual} or more, lower staleness_threshold, or drop it."
         )
-    if config.algorithm.rollout_correction.bypass_mode:
+    correction = config.algorithm.rollout_correction
+    if correction.in_actor:
+        mode = "bypass_mode=True" if correction.bypass_mode else "proximal=interpolate"
         yield (
-            f"{given} is a rule of the driver, and with {_CORRECTION}.bypass_mode=True the actor decides which tokens it keeps; "
-            "drop one of them."
+            f"{given} is a rule of the driver, and with {_CORRECTION}.{mode} the actor decides which tokens it keeps; drop one "
+            "of them."
         )
 
 
@@ -206,6 +210,25 @@ def _partial_rollouts(options: AsyncTrainingConfig) -> Iterator[str]:
                 f"{_SECTION}.{key}={getattr(options, key)} has no effect with {_SECTION}.{cause}, where weights never change "
                 "under a response; drop one of them."
             )
+
+
+def _interpolation(config: RunConfig) -> Iterator[str]:
+    algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if algorithm.rollout_correction.proximal != "interpolate":
+        return
+    key, spec = f"{_CORRECTION}.proximal=interpolate", POLICY_LOSSES.get(loss)
+    if config.async_training.is_synchronous:
+        yield (
+            f"{key} interpolates by the age of tokens, which is 0 in a synchronous run: nothing would be corrected after the "
+            f"first update; pass proximal=recompute, or raise {_SECTION}.staleness_threshold."
+        )
+    if spec is not None and spec.selects_by_covariance:
+        yield f"{key} cannot go with loss_mode={loss}, which orders tokens before the loss; pass proximal=recompute."
+    if algorithm.use_kl_in_reward:
+        yield (
+            f"{key} computes no proximal policy before the update, and algorithm.use_kl_in_reward=True compares it with the "
+            "reference policy; pass proximal=recompute, or actor_rollout_ref.actor.use_kl_loss=True instead."
+        )
 
 
 def _whole_steps(publications: Fraction, every: int, up: bool = False) -> float:

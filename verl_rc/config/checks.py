@@ -201,10 +201,11 @@ def _names(config: RunConfig) -> Iterator[str]:
 def _estimators(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     name, keys, weights = algorithm.adv_estimator, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if algorithm.estimator_reads("sum_pi_squared") and algorithm.rollout_correction.bypass_mode:
+    correction = algorithm.rollout_correction
+    if algorithm.estimator_reads("sum_pi_squared") and correction.in_actor:
         yield (
-            f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode does not compute: pass "
-            "algorithm.rollout_correction.bypass_mode=False, or another estimator."
+            f"algorithm.adv_estimator={name} needs the proximal policy's probabilities, which bypass mode and interpolation do "
+            "not compute: pass algorithm.rollout_correction.bypass_mode=False and proximal=recompute, or another estimator."
         )
     if algorithm.estimator_reads("component_scores") != bool(keys):
         owners = ", ".join(known for known, spec in ADVANTAGE_ESTIMATORS.items() if "component_scores" in spec.inputs)
@@ -380,10 +381,11 @@ def _devices(config: RunConfig) -> Iterator[str]:
 
 
 def _alerts(config: RunConfig) -> Iterator[str]:
-    if config.trainer.alerts.mismatch == "skip" and config.algorithm.rollout_correction.bypass_mode:
+    if config.trainer.alerts.mismatch == "skip" and config.algorithm.rollout_correction.in_actor:
         yield (
             "trainer.alerts.mismatch=skip needs a mismatch that is known before the update, but in bypass mode "
-            "(algorithm.rollout_correction.bypass_mode=True) the update itself measures it; pass save_and_stop or warn."
+            "(algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the update itself measures it; pass "
+            "save_and_stop or warn."
         )
     correction, action = config.algorithm.rollout_correction, config.trainer.alerts.cause
     if action != "warn" and correction.diagnostics != "full":

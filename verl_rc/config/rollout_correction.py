@@ -99,6 +99,9 @@ class RolloutCorrectionConfig(PresetConstructors):
     above this many nats; null: none."""
     bypass_mode: bool = False
     """Two policies instead of three: the rollout policy replaces the proximal policy, whose log-probs are not computed."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """The proximal policy's log-probs: recomputed by a forward pass before the step's updates, or, in asynchronous runs,
+    interpolated in the actor between rollout and current log-probs, by the number of optimizer updates between the three."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """The loss of bypass mode: PPO clip without weights, or the policy gradient with them."""
     rejection_denominator: Literal["original", "kept"] = "original"
@@ -187,6 +190,11 @@ class RolloutCorrectionConfig(PresetConstructors):
             raise ValueError(
                 f"{_SECTION}.loss_type=reinforce is a loss of bypass mode; pass {_SECTION}.bypass_mode=True or drop it"
             )
+        if self.proximal == "interpolate" and self.bypass_mode:
+            raise ValueError(
+                f"{_SECTION}.proximal=interpolate needs three policies, and {_SECTION}.bypass_mode=True has no proximal one; "
+                "drop one of them"
+            )
         self._check_target_acceptance()
         if self.rejection_denominator == "kept" and not self.rejects:
             raise ValueError(
@@ -203,6 +211,11 @@ class RolloutCorrectionConfig(PresetConstructors):
                 f"{_SECTION}.rejected_in_group_baseline=exclude needs decoupled mode and a rejection rule; got "
                 f"bypass_mode={self.bypass_mode} and rollout_rs={self.rollout_rs}; pass rejected_in_group_baseline=include"
             )
+        if self.rejected_in_group_baseline == "exclude" and self.proximal == "interpolate":
+            raise ValueError(
+                f"{_SECTION}.rejected_in_group_baseline=exclude needs to know what is rejected before the update, which "
+                f"{_SECTION}.proximal=interpolate finds out in it; pass proximal=recompute, or rejected_in_group_baseline=include"
+            )
 
     def _check_target_acceptance(self) -> None:
         if self.rollout_rs_target_acceptance is None:
@@ -215,6 +228,11 @@ class RolloutCorrectionConfig(PresetConstructors):
             )
         if self.diagnostics != "full":
             raise ValueError(f"{key} reads the histograms of {_SECTION}.diagnostics=full; got {self.diagnostics}")
+
+    @property
+    def in_actor(self) -> bool:
+        """Whether the actor corrects, mini-batch by mini-batch: no proximal policy is computed before the updates."""
+        return self.bypass_mode or self.proximal == "interpolate"
 
     @property
     def rejects(self) -> bool:
@@ -235,7 +253,7 @@ class RolloutCorrectionConfig(PresetConstructors):
             opsm_threshold=self.rollout_opsm_threshold,
             nonfinite="reject_sequence" if self.nonfinite_logprob == "raise" else self.nonfinite_logprob,
             full=self.diagnostics == "full",
-            tests_misalignment=not self.bypass_mode,
+            tests_misalignment=not self.in_actor,
         )
 
     def effective_fields(self) -> dict[str, object]:

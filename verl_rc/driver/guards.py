@@ -34,7 +34,7 @@ def may_train(
     wanted = True
     if collapse is not None:
         wanted = _act(services, alerts.reward_collapse, "the reward has collapsed", collapse, step)
-    if not services.config.algorithm.rollout_correction.bypass_mode:
+    if not services.config.algorithm.rollout_correction.in_actor:
         wanted = check_mismatch(services, scored.statistics, record, step) and wanted
     wanted = check_cause(services, record, step) and wanted
     record.add({"alerts/withheld_updates": float(not wanted)})
@@ -42,7 +42,7 @@ def may_train(
 
 
 def check_mismatch(services: Services, statistics: CorrectionStatistics | None, record: StepRecord, step: int) -> bool:
-    """Whether the step's mismatch, if it was measured, allows an update; in bypass mode it is known after the update only."""
+    """Whether the step's mismatch, if it was measured, allows an update; where the actor corrects it is known afterwards."""
     alerts = services.config.trainer.alerts
     limit, found = alerts.mismatch_limit, None if statistics is None else statistics.k3_kl
     # Not `found > limit`: a mismatch that is NaN is too large.

@@ -17,7 +17,7 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import health
 from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
-from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
+from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, recomputes_proximal, reference_limit
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
@@ -29,9 +29,9 @@ from verl_rc.weight_sync.proof import LogProbGap
 from verl_rc.workers.updates import ActorReport, UpdateRequest
 
 
-def evaluate(services: Services, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
+def evaluate(services: Services, rollouts: RolloutBatch, step: int, record: StepRecord) -> PolicyEvaluations:
     """What the trainer's models say about the sampled tokens: proximal policy, reference policy, critic, as far as needed."""
-    evaluations = _proximal_policy(services, rollouts, record)
+    evaluations = _proximal_policy(services, rollouts, step, record)
     if services.config.needs_reference:
         with record.stage("ref"):
             reference = _reference_log_probs(services, rollouts)
@@ -45,14 +45,17 @@ def evaluate(services: Services, rollouts: RolloutBatch, record: StepRecord) -> 
     return evaluations
 
 
-def _proximal_policy(services: Services, rollouts: RolloutBatch, record: StepRecord) -> PolicyEvaluations:
-    """Log-probs of the proximal policy. In bypass mode nothing is computed: the rollout policy takes its place."""
-    if services.config.algorithm.rollout_correction.bypass_mode:
+def _proximal_policy(services: Services, rollouts: RolloutBatch, step: int, record: StepRecord) -> PolicyEvaluations:
+    """Log-probs of the proximal policy. Where the actor corrects nothing is computed: the rollout policy takes its place."""
+    correction = services.config.algorithm.rollout_correction
+    if not recomputes_proximal(correction, step):
         return PolicyEvaluations(old_log_probs=rollouts.rollout_log_probs, batch_size=rollouts.batch_size)
     with record.stage("old_log_prob"):
         answer = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config))
     record.add_busy("old_log_prob", answer.busy_seconds)
     scores = answer.result
+    if correction.in_actor:  # for the actor to compare interpolated log-probs with
+        return PolicyEvaluations(old_log_probs=scores.log_probs, batch_size=rollouts.batch_size)
     return PolicyEvaluations(
         old_log_probs=scores.log_probs,
         entropies=scores.entropies,
@@ -70,8 +73,8 @@ def _reference_log_probs(services: Services, rollouts: RolloutBatch) -> Timed[Te
 def judge_proximal_gap(
     services: Services, state: RunState, rollouts: RolloutBatch, evaluations: PolicyEvaluations, record: StepRecord
 ) -> float | None:
-    """``judge_gap`` of the proximal policy; in bypass mode the actor finds the gap in its update, and the limit stays."""
-    if services.config.algorithm.rollout_correction.bypass_mode:
+    """``judge_gap`` of the proximal policy; where the actor corrects, it finds the gap in its update, and the limit stays."""
+    if services.config.algorithm.rollout_correction.in_actor:
         return state.rollout_gap_limit
     gap = LogProbGap.between(evaluations.old_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
     return judge_gap(services, state, gap, record)
@@ -186,7 +189,12 @@ def update_actor(
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     judged = correction.bypass_mode and services.config.async_training.is_synchronous
     limit = services.gap_limit.limit(state.rollout_gap_limit) if judged else None
-    request = UpdateRequest(control.correction(correction), policy_version=state.step, gap_limit=limit)
+    request = UpdateRequest(
+        control.correction(correction),
+        policy_version=state.step,
+        gap_limit=limit,
+        compares_proximal=correction.in_actor and recomputes_proximal(correction, state.step + 1),
+    )
     with record.stage("update_actor"):
         answer = services.actor.update(batch, mini_batches, actor_limit(services.config), request)
     record.add_busy("update_actor", answer.busy_seconds)

@@ -43,7 +43,7 @@ def train(services: Services, state: RunState) -> None:
     while state.step < services.total_steps:
         step, record = state.step + 1, StepRecord()
         samples = supply.take(record)
-        evaluations = stages.evaluate(services, samples.rollouts, record)
+        evaluations = stages.evaluate(services, samples.rollouts, step, record)
         state.rollout_gap_limit = stages.judge_proximal_gap(services, state, samples.rollouts, evaluations, record)
         control = Control.from_config(algorithm, state.control)
         with record.stage("adv"):
@@ -88,7 +88,7 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
     report = stages.update_actor(services, state, batch, control, record)
     state.skipped_updates = count_skipped_updates(state.skipped_updates, report.kept_tokens, correction.max_skipped_updates)
     state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", report.grad_norms, limit)
-    if report.correction is not None and report.gap is not None:  # bypass mode: the actor has corrected
+    if report.correction is not None and report.gap is not None:  # the actor has corrected
         stages.describe_correction(services, report.correction, control, record)
         record.add({} if report.signatures is None else report.signatures.signatures())
         state.health = stages.judge_causes(services, state.health, record, step)

@@ -19,6 +19,15 @@ def covariance_loss_name(config: ActorConfig, correction: RolloutCorrectionConfi
     return name if spec is not None and spec.selects_by_covariance else None
 
 
+_STEPS_BETWEEN_COMPARISONS = 50
+
+
+def recomputes_proximal(config: RolloutCorrectionConfig, step: int) -> bool:
+    """Whether the proximal policy's log-probs are computed before the updates of ``step``; where they are interpolated, now and
+    then, to compare."""
+    return not config.in_actor or (config.proximal == "interpolate" and step % _STEPS_BETWEEN_COMPARISONS == 0)
+
+
 def needs_statistics_first(config: RolloutCorrectionConfig) -> bool:
     """Whether a loss depends on the whole mini-batch: on its mean weight, or on how many tokens are kept of it."""
     return config.rollout_is_batch_normalize or config.rejection_denominator == "kept"

@@ -1,5 +1,5 @@
-"""In the actor: from a model's current output and a slice of the batch to the loss that is differentiated; in bypass mode
-rollout correction first, the current policy against the rollout policy, micro-batch by micro-batch."""
+"""In the actor: from a model's current output and a slice of the batch to the loss that is differentiated; where the actor
+corrects, rollout correction first, the current or interpolated policy against the rollout policy, micro-batch by micro-batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from verl_rc.config.models import ActorConfig, CriticConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, measure
+from verl_rc.correction import CorrectionStatistics, SequenceContext, apply, interpolate_proximal, measure
 from verl_rc.data.batches import CriticBatch, TokenScores, TrainBatch
 from verl_rc.losses import (
     Aggregation,
@@ -74,7 +74,7 @@ def policy_objective(
         covariance_statistics=covariance,
     )
     loss, terms, averages = policy_loss, {"actor/pg_loss": policy_loss.detach()}, dict(averages)
-    if correction.bypass_mode and current.entropies is not None:  # else the proximal policy's entropy is reported
+    if correction.in_actor and current.entropies is not None:  # else the proximal policy's entropy is reported
         averages["actor/entropy"] = token_metric(current.entropies, batch.response_mask)
     if config.entropy_coeff != 0:
         assert current.entropies is not None
@@ -177,14 +177,42 @@ def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionSta
     return measure(current.log_probs, batch.rollout_log_probs, batch.response_mask, config, context)
 
 
+def with_interpolated_proximal(
+    batch: TrainBatch, log_probs: Tensor, policy_version: int, updates: int, updates_per_step: int
+) -> TrainBatch:
+    """The micro-batch with log-probs of the proximal policy between those of the rollout policy and current ``log_probs``.
+
+    Versions count optimizer updates here: ``updates`` of ``updates_per_step`` were made since the weights were
+    ``policy_version``. Before the first of them both policies are the same. A token without a rollout log-prob has none to
+    interpolate from, and gets the current one.
+    """
+    proximal = log_probs
+    if updates:
+        assert batch.policy_versions is not None
+        first = policy_version * updates_per_step
+        versions = batch.policy_versions * updates_per_step
+        proximal = interpolate_proximal(batch.rollout_log_probs, log_probs, versions, first, first + updates)
+        proximal = torch.where(batch.rollout_log_probs.isfinite(), proximal, log_probs)
+    interpolated = batch.clone(recurse=False)
+    interpolated.old_log_probs = proximal
+    return interpolated
+
+
+def interpolation_gap(interpolated: TrainBatch, recomputed: TrainBatch) -> dict[str, LossMetric]:
+    """How far interpolated log-probs of the proximal policy are from recomputed ones."""
+    gap = (interpolated.old_log_probs - recomputed.old_log_probs).abs()
+    return {"actor/proximal_interpolation_gap": token_metric(gap, recomputed.response_mask)}
+
+
 def correct_current(
     batch: TrainBatch, log_probs: Tensor, config: RolloutCorrectionConfig, statistics: CorrectionStatistics
 ) -> TrainBatch:
-    """The micro-batch with ``loss_mask`` and weights as current ``log_probs`` (float32 ``[B, R]``, detached) demand.
+    """The micro-batch with ``loss_mask`` and weights as ``log_probs`` (float32 ``[B, R]``, detached) demand.
 
-    ``statistics`` need to be those of the whole mini-batch only where ``needs_statistics_first`` says so. Weights enter the
-    loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout. A token that is to be neutral
-    gets the current policy for its rollout policy, and so a ratio of 1.
+    They are current ones, or those of the proximal policy where it is interpolated.
+    ``statistics`` need to be those of the whole mini-batch only where ``needs_statistics_first`` says so. In bypass mode weights
+    enter the loss ``reinforce`` alone: in ``ppo_clip`` the clipped ratio is itself current over rollout. A token that is to be
+    neutral gets the current policy for its rollout policy, and so a ratio of 1.
     """
     weights, keep = apply(
         log_probs, batch.rollout_log_probs, batch.response_mask, config, statistics, advantages=batch.advantages
@@ -194,7 +222,7 @@ def correct_current(
         known = batch.old_log_probs.isfinite()
         corrected.old_log_probs = torch.where(known, batch.old_log_probs, log_probs)
     corrected.loss_mask = batch.response_mask & keep
-    corrected.rollout_is_weights = weights if config.loss_type == "reinforce" else None
+    corrected.rollout_is_weights = weights if config.loss_type == "reinforce" or not config.bypass_mode else None
     return corrected
 
 

@@ -22,7 +22,7 @@ class ScoredStep:
     batch: TrainBatch
     """For the actor."""
     correction: CorrectionResult | None
-    """Of proximal against rollout policy; None in bypass mode, where the actor corrects."""
+    """Of proximal against rollout policy; None where the actor corrects."""
     rewards: Tensor
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
     keep_mask: Tensor | None
@@ -32,7 +32,7 @@ class ScoredStep:
 
     @property
     def statistics(self) -> CorrectionStatistics | None:
-        """Of the correction; None in bypass mode."""
+        """Of the correction; None where the actor corrects."""
         return None if self.correction is None else self.correction.statistics
 
 
@@ -49,8 +49,8 @@ def build_train_batch(
     ``control`` holds the weight and the threshold in force. ``current_version`` is that of the proximal policy, the training
     steps done: ages of tokens count from it, even where no token of the batch is that new. Correction decides weights and
     ``loss_mask`` only; rewards, advantages and their statistics use ``response_mask``, so a reward on a rejected token is never
-    lost. In bypass mode nothing is corrected here: ``loss_mask`` is ``response_mask``. With ``asynchrony`` correction is measured
-    by age of tokens, and tokens older than ``max_token_age`` leave the loss too.
+    lost. Where the actor corrects, nothing is corrected here: ``loss_mask`` is ``response_mask``. With ``asynchrony`` correction
+    is measured by age of tokens, and tokens older than ``max_token_age`` leave the loss too.
     """
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
@@ -98,7 +98,7 @@ def build_train_batch(
         advantages, returns = estimate_advantages(~correction.rejected_rows)
     else:
         advantages, returns = estimate_advantages(None)
-        correction = None if config.bypass_mode else corrected(advantages)
+        correction = None if config.in_actor else corrected(advantages)
     keep_mask = None if correction is None else correction.keep_mask
     if asynchrony is not None and asynchrony.max_token_age is not None:
         young = current_version - rollouts.policy_versions <= asynchrony.max_token_age
@@ -113,8 +113,8 @@ def build_train_batch(
         returns=returns,
         rollout_is_weights=None if correction is None else correction.weights,
         ref_log_prob=evaluations.ref_log_prob,
-        scores=scores if config.bypass_mode else None,
-        policy_versions=rollouts.policy_versions if config.bypass_mode else None,
+        scores=scores if config.in_actor else None,
+        policy_versions=rollouts.policy_versions if config.in_actor else None,
         batch_size=rollouts.batch_size,
     )
     return ScoredStep(batch, correction, rewards, keep_mask, reward_kl)

@@ -83,7 +83,7 @@ def _symbols(config: RunConfig, plan: Plan) -> Iterator[Row]:
     policy, actor = plan.policy, config.actor_rollout_ref.actor
     yield "π", "current policy: the actor while it is updated (log_probs); the gradient goes through it and nothing else"
     yield from _ratio_symbols(plan)
-    if policy.bypass or policy.weights or policy.rejects:
+    if policy.in_actor or policy.weights or policy.rejects:
         yield (
             "π_roll",
             "rollout policy: the engine, as it reported the log-prob of each token it sampled (rollout_log_probs); constant",
@@ -115,7 +115,13 @@ def _ratio_symbols(plan: Plan) -> Iterator[Row]:
     if not spec.reads_old_log_probs:
         yield "", f"no ratio, no clip: the {policy.old_policy} policy does not enter the loss {policy.loss}"
         return
-    if not policy.bypass:
+    if policy.interpolates:
+        yield (
+            "π_old",
+            "proximal policy: log π_old = (1 - a) log π_roll + a log π, where a is the share of the optimizer updates from "
+            "π_roll to π that were made before the step; constant",
+        )
+    elif not policy.bypass:
         yield (
             "π_old",
             "proximal policy: the actor before the step's first update, recomputed by old_log_prob (old_log_probs); constant",
@@ -161,6 +167,8 @@ def _correction(config: RunConfig, plan: Plan) -> Iterator[str]:
     where = (
         "bypass: in the actor, micro-batch by micro-batch; current over rollout policy"
         if policy.bypass
+        else "decoupled: in the actor, micro-batch by micro-batch; interpolated proximal over rollout policy"
+        if policy.interpolates
         else "decoupled: in the driver, once per step; proximal over rollout policy"
     )
     yield from _table([("mode", where)])

@@ -1,4 +1,5 @@
-"""Bypass mode in the actor: rollout correction of a mini-batch over all its micro-batches and ranks."""
+"""Rollout correction in the actor, in bypass mode and with an interpolated proximal policy: of a mini-batch over all its
+micro-batches and ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +12,16 @@ from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.data.batches import TokenScores, TrainBatch
 from verl_rc.distributed.process_group import DeviceMesh, all_reduce_max, all_reduce_sum
 from verl_rc.ppo.choices import needs_statistics_first
-from verl_rc.ppo.objective import MiniBatchCounts, correct_current, kept_counts, measure_current, measure_signatures
+from verl_rc.ppo.objective import (
+    MiniBatchCounts,
+    correct_current,
+    kept_counts,
+    measure_current,
+    measure_signatures,
+    with_interpolated_proximal,
+)
 from verl_rc.weight_sync.proof import LogProbGap
+from verl_rc.workers.updates import UpdateRequest
 
 CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
 """Rows of a micro-batch to the rows themselves and their current log-probs ``[B, R]``, without gradient."""
@@ -21,8 +30,15 @@ CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
 class ActorCorrection:
     """Corrects one mini-batch after the other and keeps the statistics of them all."""
 
-    def __init__(self, config: RolloutCorrectionConfig, mesh: DeviceMesh, policy_version: int) -> None:
+    def __init__(
+        self, config: RolloutCorrectionConfig, mesh: DeviceMesh, policy_version: int, updates_per_step: int = 1
+    ) -> None:
         """``mesh``: the data-parallel ranks that share every mini-batch; token ages count from ``policy_version``."""
+        self._updates_per_step = updates_per_step
+        self.updates = 0
+        """Optimizer updates of the step so far."""
+        self.compares = False
+        """Whether the batch has recomputed log-probs of the proximal policy, to compare interpolated ones with."""
         self._config = config
         self._mesh = mesh
         self._policy_version = policy_version
@@ -35,6 +51,13 @@ class ActorCorrection:
         self.statistics_seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
 
+    @classmethod
+    def for_updates(cls, request: UpdateRequest, mesh: DeviceMesh) -> "ActorCorrection":
+        """For the updates of a step."""
+        correction = cls(request.correction, mesh, request.policy_version, len(request.mini_batches))
+        correction.compares = request.compares_proximal
+        return correction
+
     def measure_mini_batch(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
         """Measure the mini-batch in a pass without gradient, if the loss depends on it as a whole; collective.
 
@@ -46,7 +69,7 @@ class ActorCorrection:
         started = time.perf_counter()
         parts: CorrectionStatistics | None = None
         for rows in micro_batches:
-            batch, log_probs = current(rows)
+            batch, log_probs = self._against_rollout(*current(rows))
             found = measure_current(batch, log_probs, self._config, self._policy_version)
             parts = found if parts is None else parts.merge(found)
         assert parts is not None
@@ -58,7 +81,7 @@ class ActorCorrection:
     def correct(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch with weights and ``loss_mask`` from its current log-probs ``[B, R]``."""
         # Weights and masks are constants of the loss.
-        log_probs = log_probs.detach()
+        batch, log_probs = self._against_rollout(batch, log_probs.detach())
         found = measure_current(batch, log_probs, self._config, self._policy_version)
         self._seen = found if self._seen is None else self._seen.merge(found)
         self._add_gap(batch, log_probs)
@@ -74,6 +97,13 @@ class ActorCorrection:
         """The micro-batch as ``correct`` will return it, without adding to the statistics."""
         found = self._whole or measure_current(batch, log_probs, self._config, self._policy_version)
         return correct_current(batch, log_probs, self._config, found)
+
+    def _against_rollout(self, batch: TrainBatch, log_probs: Tensor) -> tuple[TrainBatch, Tensor]:
+        """The batch, and the log-probs compared with the rollout policy's: current ones, or interpolated proximal ones."""
+        if self._config.bypass_mode:
+            return batch, log_probs
+        batch = with_interpolated_proximal(batch, log_probs, self._policy_version, self.updates, self._updates_per_step)
+        return batch, batch.old_log_probs
 
     def finish(self) -> int:
         """End a mini-batch; returns the tokens kept of it over all ranks. Collective.

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,13 @@ from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.ppo.objective import Objective, covariance_inputs, covariance_statistics, policy_objective
+from verl_rc.ppo.objective import (
+    Objective,
+    covariance_inputs,
+    covariance_statistics,
+    interpolation_gap,
+    policy_objective,
+)
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
@@ -105,11 +112,10 @@ class PolicyWorker(Learner):
     def update(self, batch: TrainBatch, request: UpdateRequest) -> ActorReport:
         """One optimizer step per mini-batch.
 
-        Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (bypass mode, where the current
+        Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (where the actor corrects: the current
         log-probs are the first that can be compared with the engine's).
         """
-        bypass = self._correction.bypass_mode
-        correction = ActorCorrection(request.correction, self._mesh, request.policy_version) if bypass else None
+        correction = ActorCorrection.for_updates(request, self._mesh) if self._correction.in_actor else None
         totals, kept_tokens, gap = ObjectiveTotals("actor", len(request.mini_batches)), [], None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
@@ -152,6 +158,7 @@ class PolicyWorker(Learner):
         """Gradients of one mini-batch; returns how many of its tokens, over all ranks, are in the loss."""
         num_tokens, num_sequences = share.num_tokens, share.num_sequences
         if correction is not None:
+            correction.updates = len(totals.grad_norms)
             kept = correction.measure_mini_batch(share.micro_batches, lambda rows: self._current_log_probs(batch, rows))
             if kept is not None:
                 num_tokens, num_sequences = kept.num_tokens, kept.num_sequences
@@ -165,20 +172,23 @@ class PolicyWorker(Learner):
         )
 
         def compute_objective(rows: Sequence[int]) -> Objective:
-            part = select_sequences(batch, rows, self._device)
+            given = part = select_sequences(batch, rows, self._device)
             current = self.score(part)
             if correction is not None:
                 correction.sign(part, current)
                 part = correction.correct(part, current.log_probs)
-            return policy_objective(current, part, self._actor, self._correction, aggregation, covariance)
+            objective = policy_objective(current, part, self._actor, self._correction, aggregation, covariance)
+            if correction is None or not correction.compares:
+                return objective
+            return replace(objective, averages={**objective.averages, **interpolation_gap(part, given)})
 
         accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
         return share.num_loss_tokens if correction is None else correction.finish()
 
     def score(self, part: TrainBatch) -> TokenScores:
         """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient."""
-        bypass = self._correction.bypass_mode
-        with_entropy, squares = self._actor.entropy_coeff != 0 or bypass, bypass and self._needs_sum_pi_squared
+        in_actor = self._correction.in_actor
+        with_entropy, squares = self._actor.entropy_coeff != 0 or in_actor, in_actor and self._needs_sum_pi_squared
         return score_tokens(self.model.module, part.tokens, self._forward, with_entropy, squares)
 
     def _covariance(

@@ -21,6 +21,8 @@ class UpdateRequest:
     """The rank's share of each mini-batch, in the order they are trained on."""
     gap_limit: float | None = None
     """Bypass mode: largest mean |current - rollout log-prob| of the first mini-batch, nats; None: no limit."""
+    compares_proximal: bool = False
+    """Whether the batch has recomputed log-probs of the proximal policy, to compare interpolated ones with."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class ActorReport(UpdateReport):
     kept_tokens: list[int]
     """Tokens that entered the loss of each mini-batch, over all ranks; 0: it was skipped."""
     correction: CorrectionStatistics | None = None
-    """Bypass mode: rollout correction over all mini-batches and ranks."""
+    """Where the actor corrects: rollout correction over all mini-batches and ranks."""
     gap: LogProbGap | None = None
-    """Bypass mode: gap of the first mini-batch, before any update."""
+    """Likewise: gap of the first mini-batch, before any update."""
     signatures: CorrectionStatistics | None = None
-    """Bypass mode with full diagnostics: of the first mini-batch, over all ranks."""
+    """Likewise, with full diagnostics: of the first mini-batch, over all ranks."""

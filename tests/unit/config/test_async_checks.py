@@ -41,6 +41,7 @@ SOUND = [
     f"{CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.max_concurrent_rollouts=256 {OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.max_concurrent_rollouts=999 {OWN_DEVICES} {CHOSEN} {TOOLS}",
+    f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {CORRECTION}.proximal=interpolate",
     f"{S}.require_batches=2",
     f"{S}.require_batches=2 data.train_batch_size=32",
 ]
@@ -51,6 +52,7 @@ def test_what_goes_together(overrides: str) -> None:
     assert list(check_async_training(config_of(overrides))) == []
 
 
+INTERPOLATE = f"{CORRECTION}.proximal=interpolate"
 AHEAD = f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN}"
 Mistake = tuple[str, str, str]
 """Overrides that hold it; what the message says first, and what it says to write."""
@@ -114,6 +116,14 @@ MISTAKES: list[Mistake] = [
         f"{S}.staleness_threshold=1 {S}.max_token_age=1 {OWN_DEVICES} {CORRECTION}.bypass_mode=True",
         "the actor decides which tokens it keeps",
         "drop one of them",
+    ),
+    (f"{INTERPOLATE}", "which is 0 in a synchronous run", "pass proximal=recompute"),
+    (f"{AHEAD} {INTERPOLATE} {S}.max_token_age=1", "proximal=interpolate the actor decides which tokens", "drop one of them"),
+    (f"{AHEAD} {INTERPOLATE} algorithm.use_kl_in_reward=True", "computes no proximal policy", "use_kl_loss=True instead"),
+    (
+        f"{AHEAD} {INTERPOLATE} actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+        "loss_mode=clip_cov, which orders tokens",
+        "pass proximal=recompute",
     ),
     (f"{AHEAD} {S}.partial_rollout=False {S}.order=ready", "order=ready has no effect", "raise trigger_parameter_sync_step"),
     (

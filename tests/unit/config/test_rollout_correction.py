@@ -33,6 +33,16 @@ def test_the_default_measures_and_corrects_nothing() -> None:
         ({"loss_type": "reinforce"}, "loss of bypass mode"),
         ({"rejection_denominator": "kept"}, "needs a rejection rule"),
         ({"rejected_in_group_baseline": "exclude"}, "needs decoupled mode and a rejection rule"),
+        ({"proximal": "interpolate", "bypass_mode": True}, "has no proximal one; drop one of them"),
+        (
+            {
+                "proximal": "interpolate",
+                "rejected_in_group_baseline": "exclude",
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": 2.0,
+            },
+            "what is rejected before the update",
+        ),
         ({"nonfinite_stop_fraction": 2}, "less than or equal to 1"),
         ({"surplus": 1}, "Extra inputs"),
     ],

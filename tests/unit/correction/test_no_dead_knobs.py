@@ -75,6 +75,7 @@ AXES: Mapping[str, list[Fields]] = {
     "rollout_token_veto_threshold": [{"rollout_token_veto_threshold": value} for value in (None, 0.6, 0.4)],
     "rollout_opsm_threshold": [{"rollout_opsm_threshold": value} for value in (None, 0.02, 0.1)],
     "bypass_mode": [{"bypass_mode": value} for value in (False, True)],
+    "proximal": [{"proximal": value} for value in ("recompute", "interpolate")],
     "loss_type": [{"loss_type": value} for value in ("ppo_clip", "reinforce")],
     "rejection_denominator": [{"rejection_denominator": value} for value in ("original", "kept")],
     "rejected_in_group_baseline": [{"rejected_in_group_baseline": value} for value in ("include", "exclude")],
@@ -101,7 +102,7 @@ BASES: Mapping[str, Fields] = {
     },
 }
 """What all other options are while two are walked."""
-UNREACHABLE: Mapping[str, set[str]] = {"bypass": {"rejected_in_group_baseline"}}
+UNREACHABLE: Mapping[str, set[str]] = {"bypass": {"rejected_in_group_baseline", "proximal"}}
 """Options of which only one value is accepted next to that base."""
 
 
@@ -146,7 +147,7 @@ def train_on(
 ) -> Outcome:
     """Loss and gradient of one mini-batch, as the actor computes them; the error's name where one is raised."""
     algorithm = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, rollout_correction=config)
-    if config.bypass_mode:
+    if config.in_actor:
         evaluations = evaluations.clone()
         evaluations.old_log_probs = rollouts.rollout_log_probs
     proximal = FINITE[1].old_log_probs
@@ -227,7 +228,9 @@ def test_every_change_of_one_option_has_an_effect(base: str) -> None:
     assert [text for axis in walked for text in without_effect(outcomes, axis)] == []
 
 
-@pytest.mark.parametrize("mode", [{}, {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}], ids=str)
+@pytest.mark.parametrize(
+    "mode", [{}, {"proximal": "interpolate"}, {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}], ids=str
+)
 def test_every_rule_and_every_bound_rejects_something_else(mode: Fields) -> None:
     assert set(BOUNDS) == set(REJECTION_RULES)
     outcomes = [outcome_of(RolloutCorrectionConfig.model_validate({**mode, **rejection})) for rejection in REJECTIONS]

@@ -26,6 +26,7 @@ from verl_rc.ppo.objective import (
     measure_current,
     policy_objective,
     value_objective,
+    with_interpolated_proximal,
 )
 
 LENGTHS, REJECTED = [7, 2, 5, 0, 1, 6], (2,)
@@ -290,6 +291,42 @@ def test_ppo_clip_takes_no_weights() -> None:
     statistics = measure_current(batch, batch.rollout_log_probs, config, 0)
     assert correct_current(batch, batch.rollout_log_probs, config, statistics).rollout_is_weights is None
     assert not needs_statistics_first(config)
+
+
+def versions_from(batch: TrainBatch, oldest: int) -> Tensor:
+    """Of each token, ``oldest`` and the three after it in turn."""
+    return torch.where(batch.response_mask, oldest + torch.arange(batch.response_mask.shape[1]) % 4, -1)
+
+
+def test_versions_of_interpolation_count_updates() -> None:
+    """Three of five updates after version 6: a token of version v is 5 (6 - v) updates older than the proximal policy."""
+    batch = make_train_batch(LENGTHS)
+    batch.policy_versions = versions_from(batch, oldest=3)
+    log_probs = batch.rollout_log_probs + torch.randn(6, 7, generator=torch.Generator().manual_seed(3))
+    batch.rollout_log_probs[2, 1] = -torch.inf
+    found = with_interpolated_proximal(batch, log_probs, policy_version=6, updates=3, updates_per_step=5)
+    for row, column in batch.response_mask.nonzero().tolist():
+        version, rollout = int(batch.policy_versions[row, column]), float(batch.rollout_log_probs[row, column])
+        share = (30 - 5 * version) / (33 - 5 * version)
+        expected = rollout + share * (float(log_probs[row, column]) - rollout)
+        expected = expected if math.isfinite(rollout) else float(log_probs[row, column])
+        assert float(found.old_log_probs[row, column]) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_before_the_first_update_the_interpolated_policy_is_the_current_one() -> None:
+    batch = make_train_batch(LENGTHS)
+    batch.policy_versions = versions_from(batch, oldest=3)
+    log_probs = batch.rollout_log_probs - 0.1
+    assert torch.equal(with_interpolated_proximal(batch, log_probs, 6, 0, 5).old_log_probs, log_probs)
+
+
+def test_an_interpolated_policy_is_weighted_against_the_rollout_policy() -> None:
+    config = RolloutCorrectionConfig(proximal="interpolate", rollout_is="token", rollout_is_threshold=9.0)
+    batch = make_train_batch([3, 2])
+    proximal = batch.rollout_log_probs + 0.5
+    corrected = correct_current(batch, proximal, config, measure_current(batch, proximal, config, 0))
+    assert corrected.rollout_is_weights is not None
+    torch.testing.assert_close(corrected.rollout_is_weights[batch.response_mask], torch.full((5,), math.exp(0.5)))
 
 
 def test_token_ages_count_from_the_version_given() -> None:

@@ -1,4 +1,4 @@
-"""The golden bypass losses through the actor's own update code, cut into micro-batches."""
+"""The golden bypass losses through the actor's own update code, cut into micro-batches; the interpolated proximal policy."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,3 +119,28 @@ def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -
     report = worker.update(batch, UpdateRequest(worker._correction, 0, [share]))
     assert report.kept_tokens == [0]
     assert {metric.name: metric.value for metric in report.metrics}["rollout_corr/skipped_updates"] == 1
+
+
+def test_the_proximal_policy_is_interpolated_by_the_updates_of_the_step(worker: TablePolicy) -> None:
+    """The current policy stays here; in the second of two updates tokens of the step before are at 2/3, newer ones at 0."""
+    batch = numbered_batch(CASES[0])
+    worker._correction = RolloutCorrectionConfig(proximal="interpolate", rollout_is="token")
+    worker.table = torch.tensor(CASES[0]["log_probs"]).requires_grad_()
+    rows, width = batch.response_mask.shape
+    batch.policy_versions = torch.where(torch.arange(rows)[:, None] % 2 == 0, 6, 7).expand(rows, width).contiguous()
+    batch.scores, batch.old_log_probs = torch.zeros(rows), batch.rollout_log_probs + 0.25
+    counted = batch.response_mask.sum(-1)
+    share = MiniBatchShare([list(range(rows))], int(counted.sum()), rows, int(counted.sum()))
+    request = UpdateRequest(worker._correction, policy_version=7, mini_batches=[share, share], compares_proximal=True)
+    report = worker.update(batch, request)
+    gaps = []
+    for row, column in batch.response_mask.nonzero().tolist():
+        current, rollout = CASES[0]["log_probs"][row][column], CASES[0]["rollout_log_probs"][row][column]
+        for part in (1.0, 2 / 3 if row % 2 == 0 else 0.0):
+            gaps.append(abs(rollout + part * (current - rollout) - (rollout + 0.25)))
+    found = {metric.name: metric.value for metric in report.metrics}
+    assert found["actor/proximal_interpolation_gap"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
+    assert "actor/proximal_interpolation_gap" not in {
+        metric.name for metric in worker.update(batch, UpdateRequest(worker._correction, 7, [share])).metrics
+    }
+    assert report.correction is not None

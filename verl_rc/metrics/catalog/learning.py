@@ -45,7 +45,14 @@ _ACTOR = (
     MetricSpec(
         "actor/entropy",
         "nats",
-        "mean over response tokens of the proximal policy's entropy; in bypass mode of the current policy's, over all updates",
+        "mean over response tokens of the proximal policy's entropy; in bypass mode, and with proximal=interpolate, of the "
+        "current policy's, over all updates",
+    ),
+    MetricSpec(
+        "actor/proximal_interpolation_gap",
+        "nats",
+        "mean over response tokens of |interpolated − recomputed proximal log-prob|, over all updates of every 50th step; with "
+        "rollout_correction.proximal=interpolate",
     ),
     MetricSpec("actor/entropy_loss", "nats", "entropy of the current policy, aggregated like pg_loss"),
     MetricSpec(

@@ -28,7 +28,9 @@ class PolicyPlan:
     spec: LossSpec | None
     """None: a loss of the user's own, which may read every field."""
     bypass: bool
-    """The current policy is corrected in the actor; else the proximal one in the driver."""
+    """The current policy is corrected in the actor; else the proximal one."""
+    interpolates: bool
+    """The proximal policy is interpolated, and corrected, in the actor; else in the driver."""
     weights: bool
     """Importance weights multiply the token losses."""
     rejects: bool
@@ -52,6 +54,11 @@ class PolicyPlan:
     def old_policy(self) -> Literal["proximal", "rollout"]:
         """The policy behind ``old_log_probs``."""
         return "rollout" if self.bypass else "proximal"
+
+    @property
+    def in_actor(self) -> bool:
+        """Whether the actor corrects."""
+        return self.bypass or self.interpolates
 
     @property
     def aggregations(self) -> set[str]:
@@ -85,6 +92,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         loss=loss,
         spec=spec,
         bypass=bypass,
+        interpolates=correction.in_actor and not bypass,
         weights=correction.rollout_is is not None and (not bypass or correction.loss_type == "reinforce"),
         rejects=correction.rejects,
         denominator=correction.rejection_denominator,
@@ -92,7 +100,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
         regulariser_aggregation=actor.loss_agg_mode,
         entropy_coeff=actor.entropy_coeff,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
-        statistics_passes=int(bypass and needs_statistics_first(correction))
+        statistics_passes=int(correction.in_actor and needs_statistics_first(correction))
         + int(covariance_loss_name(actor, correction) is not None),
         operands=(),
     )
@@ -110,18 +118,19 @@ def _operand_names(plan: PolicyPlan) -> Iterator[str]:
     yield "log_probs"
     if plan.entropy_coeff != 0:
         yield "entropies"
-    if plan.spec is None or plan.spec.reads_old_log_probs:
+    reads_old = plan.spec is None or plan.spec.reads_old_log_probs
+    if reads_old and not plan.interpolates:
         yield "old_log_probs"
-    if plan.bypass and (plan.weights or plan.rejects):
+    if (plan.in_actor and (plan.weights or plan.rejects)) or (reads_old and plan.interpolates):
         yield "rollout_log_probs"
     yield "advantages"
-    if plan.weights and not plan.bypass:
+    if plan.weights and not plan.in_actor:
         yield "rollout_is_weights"
     if plan.kl_loss_coef:
         yield "ref_log_prob"
-    if not plan.bypass:
+    if not plan.in_actor:
         yield "loss_mask"
-    if plan.bypass or _reads_response_mask(plan):
+    if plan.in_actor or _reads_response_mask(plan):
         yield "response_mask"
 
 
@@ -184,9 +193,9 @@ def _inputs(plan: AdvantagePlan, policy: PolicyPlan) -> Iterator[str]:
         yield "sum_pi_squared"
     corrects = policy.weights or policy.rejects
     reads_old = policy.spec is None or policy.spec.reads_old_log_probs or plan.reward_kl or "old_log_probs" in needed
-    if corrects or (policy.bypass and reads_old):
+    if corrects or (policy.in_actor and reads_old):
         yield "rollout_log_probs"
-    if not policy.bypass and (corrects or reads_old):
+    if not policy.in_actor and (corrects or reads_old):
         yield "old_log_probs"
     if plan.compares_groups:
         yield "group_ids"

@@ -131,7 +131,9 @@ def _phases(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> It
     if config.algorithm.estimator_reads("reward_baselines"):
         yield Phase("gen_max", "engines", every="one greedy response for each prompt")
     yield Phase("reward", "driver")
-    if not policy.bypass:
+    if policy.interpolates:
+        yield Phase("old_log_prob", "actor", every="every 50 steps, to compare interpolated log-probs with")
+    elif not policy.bypass:
         yield Phase("old_log_prob", "actor", forward_rows=rows)
     if config.needs_reference:
         role = "reference" if config.has_reference_model else "actor without its adapters"

@@ -37,7 +37,7 @@ from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.health import CauseEpisode, CauseHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
-from verl_rc.ppo.objective import policy_objective, value_objective
+from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
 from verl_rc.ppo.train_batch import _rewards
 from verl_rc.report.verdict.live import judge_causes
 from verl_rc.rewards.sample import RewardOutput
@@ -512,7 +512,7 @@ def a_mismatch_above_its_limit():
 @example
 def a_reward_that_has_collapsed():
     alerts = SimpleNamespace(reward_window=1, reward_drop=0.5, reward_collapse="skip", mismatch="warn", mismatch_limit=None)
-    correction = SimpleNamespace(bypass_mode=False)
+    correction = SimpleNamespace(in_actor=False)
     config = SimpleNamespace(trainer=SimpleNamespace(alerts=alerts), algorithm=SimpleNamespace(rollout_correction=correction))
     record, batch = StepRecord(), train_batch()
     record.ledger.sampled(6)
@@ -711,6 +711,20 @@ def a_tail_without_variance():
 
 
 @example
+def interpolated_against_recomputed_log_probs():
+    """Gaps of 1/4, 1/2 and 0; the last token is the tool's."""
+    mask = torch.tensor([[True, True, True, False]])
+    interpolated, recomputed = (
+        SimpleNamespace(old_log_probs=torch.tensor([values]), response_mask=mask)
+        for values in ([-1.0, -2.0, -3.0, -4.0], [-1.25, -1.5, -3.0, -9.0])
+    )
+    found = interpolation_gap(interpolated, recomputed)
+    return {name: float(one.numerator / one.denominator) for name, one in found.items()}, {
+        "actor/proximal_interpolation_gap": (1 / 4 + 1 / 2) / 3
+    }
+
+
+@example
 def weights_on_their_way():
     """Two tensors of 2 and 3 float32 numbers."""
     manifest = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
@@ -759,7 +773,7 @@ def updates_of_which_none_had_anything_to_learn_from():
     model.advance_schedule.return_value = 3 / 4 / 8
     rank = SimpleNamespace(rank=0)
     policy = SimpleNamespace(
-        _correction=SimpleNamespace(bypass_mode=False),
+        _correction=SimpleNamespace(in_actor=False),
         _actor=None,
         _address=rank,
         _device=SimpleNamespace(type="cpu"),
