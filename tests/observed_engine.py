@@ -1,6 +1,8 @@
 """A real engine that can be asked what it would tell vLLM where sleeping is possible."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,6 +27,16 @@ class ObservedEngine(RolloutEngine):
         """From now on do this to running samples at an update."""
         self._on_update = what
         self._loop.call(lambda sampler: setattr(sampler, "_keeps_cache", what == "keep"))
+
+    def receive_beside(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> None:
+        """Begin a staged update, and return; ``received`` has its receipts."""
+        self._options = replace(self._options, stages_updates=True)
+        self._receiving = ThreadPoolExecutor(1).submit(self.receive_weights, manifest, bucket_bytes, version)
+
+    def received(self) -> list[dict[str, Any]]:
+        """End what ``receive_beside`` began."""
+        self._options = replace(self._options, stages_updates=False)
+        return self._receiving.result()
 
     def after_steps(self, count: int) -> None:
         """Decode samples without priority in exactly so many further steps; returns after the last one."""

@@ -77,6 +77,16 @@ def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[Lo
     return received
 
 
+def join(sender: WeightSender, engine: OtherProcess) -> None:
+    """Make the group of a broadcast."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = TransferAddress("127.0.0.1", probe.getsockname()[1], world_size=2)
+    engine.ask("join_transfer", address, 1, "gloo")
+    sender.join(address, "gloo")
+    engine.answer()
+
+
 def change(model: Any, seed: int) -> None:
     """Move every weight so far that another version cannot be mistaken for this one."""
     generator = torch.Generator().manual_seed(seed)
@@ -112,18 +122,30 @@ def test_two_updates_with_changed_weights(model: Any, sender: WeightSender, engi
 def test_a_broadcast_loads_the_same_weights(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
     change(model, seed=6)
     lent = publish(sender, engine, 6)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = TransferAddress("127.0.0.1", probe.getsockname()[1], world_size=2)
-    engine.ask("join_transfer", address, 1, "gloo")
-    sender.join(address, "gloo")
-    engine.answer()
+    join(sender, engine)
     engine.ask("receive_weights", sender.manifest.to_plain(), BUCKET_BYTES, 7)
     sent = sender.send()
     received = receipts(engine.answer())
     check_receipts(sender.manifest, sent, [received], 7)
     assert received == lent
     assert gap_to_model(model, engine, 7) < 1e-4
+
+
+def test_a_staged_update_pauses_nothing_while_it_is_received(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+    """All samples end before the first bucket is sent; those that come later have the new weights, and only these."""
+    change(model, seed=8)
+    publish(sender, engine, 8)
+    join(sender, engine)
+    engine.call("act_on_update", "recompute")
+    engine.call("submit", samples(6))
+    change(model, seed=9)
+    engine.call("receive_beside", sender.manifest.to_plain(), BUCKET_BYTES, 9)
+    ended = collect(engine, 6)
+    assert {version for row in ended.values() for version in row.policy_versions.unique().tolist()} == {-1, 8}
+    sent = sender.send()
+    check_receipts(sender.manifest, sent, [receipts(engine.call("received"))], 9)
+    assert gap_to_model(model, engine, 9) < 1e-4
+    engine.call("act_on_update", "finish")
 
 
 def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(

@@ -30,6 +30,7 @@ def check_async_training(config: RunConfig) -> Iterator[str]:
     options = config.async_training
     yield from _batches(config)
     yield from _interpolation(config)
+    yield from _staging(config)
     if options.is_synchronous:
         for key in _NEEDS_ASYNCHRONY:
             if _differs(options, key):
@@ -228,6 +229,23 @@ def _interpolation(config: RunConfig) -> Iterator[str]:
         yield (
             f"{key} computes no proximal policy before the update, and algorithm.use_kl_in_reward=True compares it with the "
             "reference policy; pass proximal=recompute, or actor_rollout_ref.actor.use_kl_loss=True instead."
+        )
+
+
+def _staging(config: RunConfig) -> Iterator[str]:
+    options, rollout = config.async_training, config.actor_rollout_ref.rollout
+    if not rollout.checkpoint_engine.stage_updates:
+        return
+    key = "actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True"
+    if not options.cuts:
+        yield (
+            f"{key} has no effect where nothing runs in the engines at a publication; pass {_SECTION}.staleness_threshold=1 with "
+            "partial_rollout=True, or drop it."
+        )
+    if rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"{key} needs engines of one device, because workers in other processes receive nothing beside their steps, got "
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}; drop one of them."
         )
 
 

@@ -49,6 +49,9 @@ class CheckpointEngineConfig(StrictModel):
     engine share a GPU and NCCL cannot connect them). ``auto``: ipc where they share GPUs."""
     update_weights_bucket_megabytes: int = Field(2048, ge=1)
     """Size of a weight bucket, MiB."""
+    stage_updates: bool = False
+    """Receive an update beside running responses and pause them only to load it, for a second copy of the weights on the engine's
+    device; False: receive it in the pause. For partial rollouts."""
 
 
 class SyncProofConfig(StrictModel):

@@ -271,6 +271,7 @@ def engine_options(config: RunConfig, device: str) -> EngineOptions:
         arguments=arguments,
         on_update=on_update,
         deterministic_steps=config.async_training.deterministic_steps,
+        stages_updates=rollout.checkpoint_engine.stage_updates,
         max_concurrent=config.async_training.max_concurrent_rollouts,
         conversation=_conversation_options(config),
     )

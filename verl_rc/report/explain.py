@@ -299,6 +299,8 @@ def _publications(config: RunConfig) -> Iterator[Row]:
         "keep": "the weights change under running responses, which go on behind the keys and values of the old ones",
     }
     yield "publishing", f"{when}; {behind[options.on_update]}"
+    if config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates:
+        yield "", "engines receive them beside running responses, into a second copy of the weights, and pause only to load them"
     if options.deterministic_steps is not None:
         yield "", f"each engine makes {options.deterministic_steps} steps with a version and waits for the next: equal runs"
     if not config.overlaps:

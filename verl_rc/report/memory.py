@@ -216,6 +216,7 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     per_engine, width = rollout.tensor_model_parallel_size, _bytes(rollout.dtype)
     blocks = shape.parameters - shape.embedding_parameters
     weights = shape.embedding_parameters * width + blocks * (1 if rollout.quantization else width)
+    staged = shape.parameters * width if rollout.checkpoint_engine.stage_updates else 0
     logits = min(rollout.max_num_seqs, config.data.train_batch_size * rollout.n) * shape.vocabulary * 4 * 2
     if rollout.kv_cache_megabytes is not None:
         cache, knob = rollout.kv_cache_megabytes * MIB, "kv_cache_megabytes"
@@ -227,7 +228,7 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Role
     return RoleMemory(
         "engine",
         processes=config.num_engines * per_engine,
-        weights=weights // per_engine,
+        weights=weights // per_engine + staged,
         activations=logits,
         cache=cache,
         baseline=ENGINE_MIB * MIB,

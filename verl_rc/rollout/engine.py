@@ -64,8 +64,13 @@ class RolloutEngine:
 
     def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
         """Receive a broadcast weight update as ``version`` and reset the prefix cache; returns a receipt per worker."""
+        request = {"manifest": manifest, "bucket_bytes": bucket_bytes}
+        if self._options.stages_updates:
+            receiver_of_worker = self._loop.call(lambda sampler: sampler.weight_receiver())
+            receiver_of_worker.stage(request)  # in this thread, while that of the loop goes on stepping
+            request = {"staged": True}
         self.begin_update()
-        self._update({"manifest": manifest, "bucket_bytes": bucket_bytes})
+        self._update(request)
         return self.finish_update(version)
 
     def device_keys(self) -> list[str]:

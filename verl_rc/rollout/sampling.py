@@ -40,6 +40,8 @@ class EngineOptions:
     deterministic_steps: int | None = None
     """Steps that samples without priority are decoded by one version of the weights, see ``RolloutEngine.begin_steps``; None: no
     limit."""
+    stages_updates: bool = False
+    """A broadcast update is received beside the engine's steps and loaded between two of them."""
     max_concurrent: int | None = None
     """Samples without priority that may have begun and not ended; None: no limit."""
     conversation: ConversationOptions | None = None

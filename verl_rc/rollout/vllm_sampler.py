@@ -106,6 +106,12 @@ class VllmSampler:
         assert output is not None
         return self._open[key].with_output(output.outputs[0], (version, self.version), int(key))
 
+    def weight_receiver(self) -> receiver.WeightReceiver:
+        """The receiving end of weight updates; only an engine without tensor parallelism has it in this process."""
+        found = self.llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+        assert isinstance(found, receiver.WeightReceiver)
+        return found
+
     def finish_update(self, version: int) -> None:
         """End a weight update as ``version``."""
         self.llm.finish_weight_update(str(version))

@@ -4,7 +4,7 @@ Weights are loaded by vLLM's layerwise reload, the only method that works everyw
 loading and empties the parameters, and a quantised engine must quantise again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -43,12 +43,14 @@ class ReceiverAddress(WeightTransferInitInfo):
 
 @dataclass
 class ReceiveRequest(WeightTransferUpdateInfo):
-    """A whole update to receive by broadcast, or one lent bucket to copy."""
+    """A whole update to receive by broadcast, or one that is staged, or one lent bucket to copy."""
 
     manifest: list[dict[str, Any]] = field(default_factory=list)
     """The tensors of a broadcast update; unused where there is a handle."""
     bucket_bytes: int = 1 << 30
     handle: BucketHandle | None = None
+    staged: bool = False
+    """Load what ``WeightReceiver.stage`` received."""
 
 
 class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
@@ -62,6 +64,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         super().__init__(*arguments, **options)
         self._group: Group | None = None
         self._updating = False
+        self._staged: list[tuple[Sequence[TensorSpec], Tensor]] = []
         self.digests: dict[str, int] = {}
         self.loaded: set[str] = set()
         # Scales are derived from weights by online quantisation; no tensor of the update fills them.
@@ -97,11 +100,22 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         if update_info.handle is not None:
             self._load(update_info.handle.tensors, copy_bucket(update_info.handle, self.device))
             return
+        staged, self._staged = self._staged, []
+        for bucket, flat in staged if update_info.staged else self._receive(update_info):
+            self._load(bucket, flat)
+
+    def stage(self, update_info: dict[str, Any]) -> None:
+        """Receive every bucket of the request and keep it aside for the next update; any thread may call this."""
+        # Assigned once all have come: of an update that breaks off nothing is left.
+        self._staged = []
+        self._staged = list(self._receive(self.parse_update_info(update_info)))
+
+    def _receive(self, update_info: ReceiveRequest) -> Iterator[tuple[Sequence[TensorSpec], Tensor]]:
         for bucket in Manifest.from_plain(update_info.manifest).buckets(update_info.bucket_bytes):
             num_elements = sum(spec.num_elements for spec in bucket)
             flat = torch.empty(num_elements, dtype=bucket[0].torch_dtype, device=self.device)
             broadcast_from_sender(self._group, flat)
-            self._load(bucket, flat)
+            yield bucket, flat
 
     def _load(self, bucket: Sequence[TensorSpec], flat: Tensor) -> None:
         """Load a bucket ``flat`` of this worker's own: layerwise reload keeps views of it until their layer is complete."""

@@ -42,6 +42,8 @@ SOUND = [
     f"{S}.staleness_threshold=1 {S}.max_concurrent_rollouts=256 {OWN_DEVICES} {CHOSEN}",
     f"{S}.staleness_threshold=1 {S}.max_concurrent_rollouts=999 {OWN_DEVICES} {CHOSEN} {TOOLS}",
     f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {CORRECTION}.proximal=interpolate",
+    f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {ROLLOUT}.checkpoint_engine.stage_updates=True {ROLLOUT}."
+    "tensor_model_parallel_size=1",
     f"{S}.require_batches=2",
     f"{S}.require_batches=2 data.train_batch_size=32",
 ]
@@ -52,6 +54,7 @@ def test_what_goes_together(overrides: str) -> None:
     assert list(check_async_training(config_of(overrides))) == []
 
 
+STAGE = f"{ROLLOUT}.checkpoint_engine.stage_updates=True {ROLLOUT}.tensor_model_parallel_size=1"
 INTERPOLATE = f"{CORRECTION}.proximal=interpolate"
 AHEAD = f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN}"
 Mistake = tuple[str, str, str]
@@ -117,6 +120,9 @@ MISTAKES: list[Mistake] = [
         "the actor decides which tokens it keeps",
         "drop one of them",
     ),
+    (f"{STAGE}", "nothing runs in the engines at a publication", "or drop it"),
+    (f"{AHEAD} {STAGE} {S}.partial_rollout=False", "nothing runs in the engines at a publication", "partial_rollout=True"),
+    (f"{AHEAD} {ROLLOUT}.checkpoint_engine.stage_updates=True", "needs engines of one device", "drop one of them"),
     (f"{INTERPOLATE}", "which is 0 in a synchronous run", "pass proximal=recompute"),
     (f"{AHEAD} {INTERPOLATE} {S}.max_token_age=1", "proximal=interpolate the actor decides which tokens", "drop one of them"),
     (f"{AHEAD} {INTERPOLATE} algorithm.use_kl_in_reward=True", "computes no proximal policy", "use_kl_loss=True instead"),
