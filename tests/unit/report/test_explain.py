@@ -67,6 +67,26 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         ["drop throws sampled tokens away"],
     ),
     (
+        {
+            **AHEAD,
+            **TOKEN_WEIGHTS,
+            f"{CORRECTION}.proximal": "interpolate",
+            "async_training.partial_rollout": True,
+            "async_training.max_concurrent_rollouts": 9,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "actor_rollout_ref.rollout.checkpoint_engine.stage_updates": True,
+        },
+        [
+            "log π_old = (1 - a) log π_roll + a log π",
+            "interpolated proximal over rollout policy",
+            "every 50 steps, to compare interpolated log-probs with",
+            "an engine works on at most 9 samples",
+            "pause only to load them",
+            "sampled beside the next batch and judged with it",
+        ],
+        ["recomputed by old_log_prob", "bypass"],
+    ),
+    (
         {"async_training.trigger_parameter_sync_step": 2, **TOKEN_WEIGHTS},
         [
             "engines share the trainer's devices: all that a version admits is sampled before its first step is trained",
