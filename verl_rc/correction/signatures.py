@@ -22,7 +22,7 @@ from verl_rc.correction.totals import HeadSums, Mean, Quotient, Signatures
 
 LAGS = (-2, -1, 0, 1, 2)
 """Positions between a token and the rollout log-prob that is compared with its own."""
-POSITION_EDGES = (16, 128, 1024)
+POSITION_EDGES = (16, 256)
 """Positions in the response at which the next bucket of logit noise begins."""
 SMALLEST_GRADIENTS = 1e-5
 """Sum of g, below which it may be what rounding leaves of 1 - 2p + Q, 0 for tokens that are certain."""
@@ -30,7 +30,7 @@ CONCENTRATED_SHARE = 0.01
 STANDARD_ERRORS = 6.0
 SHIFT_NATS = 0.05
 """Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
-_HEAD = 16
+_HEAD = 8
 """Positions that shifts and rounding are looked for in: they are everywhere if anywhere."""
 _LAST_BITS = (1 << 13) - 1
 """Of float32: all 0 in one of 8,192 numbers, and in all numbers that were float16 or bfloat16 before."""

@@ -73,7 +73,7 @@ def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, entropies: Tensor, squ
     parts = {"logit_noise": noise(0, math.inf)} | {f"position_{n}_logit_noise": noise(*edge) for n, edge in enumerate(edges)}
     found |= {name: value for name, value in parts.items() if value is not None}
     distances = {
-        lag: [abs(r[t][0] - r[t + lag][1]) for r in rows for t in r if t < 16 and t + lag < 16 and t + lag in r] for lag in LAGS
+        lag: [abs(r[t][0] - r[t + lag][1]) for r in rows for t in r if t < 8 and t + lag < 8 and t + lag in r] for lag in LAGS
     }
     means = {lag: statistics.fmean(values) for lag, values in distances.items() if values}
     best = min(means, key=lambda lag: means[lag])

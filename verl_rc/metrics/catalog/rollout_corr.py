@@ -127,19 +127,19 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "lag",
         "tokens",
         "k of −2 to 2 for which the mean over tokens of |train log-prob at t − rollout log-prob at t + k| is smallest, if that "
-        "halves the one at 0 and that is above 0.05, else 0; over the first 16 positions",
+        "halves the one at 0 and that is above 0.05, else 0; over the first 8 positions",
         (0, 0),
     ),
     (
         "rounded_fraction",
         "1",
-        "share of the rollout log-probs other than 0 whose last 13 bits in float32 are 0, as after 16 bits; over the first 16 "
+        "share of the rollout log-probs other than 0 whose last 13 bits in float32 are 0, as after 16 bits; over the first 8 "
         "positions",
         (0, 0.5),
     ),
     ("concentration", "1", "share of Σ l² in the 1 % of tokens with the largest |l|, from the histogram", None),
     ("temperature_slope", "1", "κ = Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T", (-0.1, 0.1)),
-    ("temperature_r2", "1", "(Σ l u)² / (Σ u² Σ l²): the share of Σ l² that a temperature explains", (0, 0.5)),
+    ("temperature_r2", "1", "(Σ l u)² / (Σ u² Σ l²): the share of Σ l² that a temperature explains", (0, 0.3)),
     ("temperature_z", "1", "temperature_slope in standard errors", None),
     ("surprisal_excess", "nats", "mean over tokens of −u: sampled tokens are less likely than the trainer expects", None),
     (
@@ -154,7 +154,7 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "position_{n}_logit_noise",
         "nats",
-        "logit_noise of the tokens at one part of the response: it begins at position 0, 16, 128, 1024",
+        "logit_noise of the tokens at one part of the response: it begins at position 0, 16, 256",
         None,
     ),
 )

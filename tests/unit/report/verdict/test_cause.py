@@ -59,7 +59,7 @@ def test_every_cause_is_planted_and_healthy_is_silent() -> None:
         (FILTER | {"temperature_r2": 0.25}, FILTER | {"temperature_r2": 0.35}, 6),
         (FILTER | {"temperature_r2": 0.95}, FILTER | {"temperature_r2": 0.85}, 6),
         ({"missing_mass": -0.0008, "missing_mass_z": -9.0}, {"missing_mass": -0.0012, "missing_mass_z": -9.0}, 7),
-        (COOLER | {"temperature_r2": 0.45}, COOLER | {"temperature_r2": 0.55}, 8),
+        (COOLER | {"temperature_r2": 0.25}, COOLER | {"temperature_r2": 0.35}, 8),
         (COOLER | {"temperature_z": -25.0}, COOLER | {"temperature_z": -35.0}, 8),
         (COOLER | {"temperature_slope": -0.002}, COOLER | {"temperature_slope": -0.004}, 8),
         ({"surprisal_excess": 0.029}, {"surprisal_excess": 0.031}, 10),
