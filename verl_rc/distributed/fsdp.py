@@ -1,24 +1,76 @@
 """FSDP2: sharded fp32 master weights, a compute dtype, and gathering whole tensors."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+
+def cut_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace each parameter by this rank's shard of it, cut as ``shard_model`` cuts.
+
+    On the meta device, before weights are read: transformers then reads no more of a tensor than its shard.
+    """
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # No source rank: nothing is sent, every rank cuts its own part of what it has.
+            shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, name, shards.setdefault(parameter, nn.Parameter(shard, parameter.requires_grad)))
 
 
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool = True
 ) -> FSDPModule:
-    """Shard ``model`` over the data-parallel mesh, one unit per transformer layer, reducing gradients in fp32."""
+    """Shard ``model`` over the data-parallel mesh, one unit per transformer layer, reducing gradients in fp32.
+
+    Parameters may be whole, or this rank's shards from ``cut_parameters``.
+    """
     # Gradients are summed in float32: a sum over ranks in bfloat16 loses small contributions.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    # Layers first: the last call takes the parameters that no layer has taken (embeddings, norm, head).
-    for layer in transformer_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    with whole_parameters(model, _on_meta):
+        # Layers first: the last call takes the parameters that no layer has taken (embeddings, norm, head).
+        for layer in transformer_layers(model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     assert isinstance(model, FSDPModule)
+    # FSDP2 looks again at its modules' parameters when the model is moved. Cloned: what was read lies in the mapped file, where
+    # others may write.
+    model._apply(torch.clone)
     return model
+
+
+@contextmanager
+def whole_parameters(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside the context, parameters that are shards have their whole size, but no memory; ``empty`` makes such a tensor.
+
+    For code that goes by the sizes of parameters. Whether they are trained may change inside.
+    """
+    shards: list[tuple[nn.Module, str, nn.Parameter]] = []
+    wholes: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                shards.append((module, name, parameter))
+                # A tied parameter is one tensor in two modules, before and after.
+                whole = nn.Parameter(empty(parameter), parameter.requires_grad)
+                setattr(module, name, wholes.setdefault(parameter, whole))
+    yield
+    for module, name, shard in shards:
+        setattr(module, name, shard.requires_grad_(getattr(module, name).requires_grad))
+
+
+def without_memory(parameter: Tensor) -> Tensor:
+    """A tensor as large as ``parameter`` in which one number stands for all."""
+    return torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _on_meta(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:

@@ -33,6 +33,7 @@ class CriticWorker(Learner):
             torch_dtype(self._config.fsdp_config.model_dtype),
             bool(model.enable_gradient_checkpointing),
             bool(model.trust_remote_code),
+            mesh,
         )
         learning = LearningOptions(self._config.optim, total_steps, bool(self._config.checkpoint.async_save))
         self.model = ShardedModel(module, mesh, self._config.fsdp_config, learning)

@@ -1,6 +1,9 @@
 """Loading a transformer with a language-model or value head, and running it over packed sequences, linear layers on real
 tokens only."""
 
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from verl_rc.config.models import model_source
+from verl_rc.distributed.fsdp import cut_parameters
+from verl_rc.distributed.process_group import DeviceMesh
 from verl_rc.workers.scoring_head import add_scoring
 
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -95,32 +101,46 @@ AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
 
 
 def load_causal_lm(
-    path: str, dtype: torch.dtype, gradient_checkpointing: bool = False, trust_remote_code: bool = False
+    path: str,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Load a Hugging Face causal language model whose attention understands packed input and which can score tokens.
+
+    With ``mesh``, each of its ranks reads its shards alone; ``shard_model`` must follow before a forward pass.
 
     Raises ``ValueError`` when ``path`` looks like a folder but holds no model, or one whose logits are computed in another way
     than by a linear layer.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments)
+    with _reading_shards(mesh) as further:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(source, **arguments, **further)
     return add_scoring(_with_checkpointing(model, gradient_checkpointing))
 
 
 def load_value_model(
-    path: str, dtype: torch.dtype, gradient_checkpointing: bool = False, trust_remote_code: bool = False
+    path: str,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """Load a transformer with a scalar head: output 0 of a position is the value of what comes after it.
 
-    A model without a value head (a language model) gets one of zeros, so that the first values are 0 instead of noise. Raises
-    ``ValueError`` when ``path`` holds no model, or one whose head gives more than one number.
+    A model without a value head (a language model) gets one of zeros, so that the first values are 0 instead of noise. ``mesh``
+    as in ``load_causal_lm``. Raises ``ValueError`` when ``path`` holds no model, or one whose head gives more than one number.
     """
     source, arguments = _model_source(path, dtype, trust_remote_code)
     config = arguments["config"]
     # Dropout would give old and new values of the same weights different numbers.
     config.num_labels, config.classifier_dropout = 1, 0.0
     try:
-        model, loading = AutoModelForTokenClassification.from_pretrained(source, output_loading_info=True, **arguments)
+        with _reading_shards(mesh) as further:
+            model, loading = AutoModelForTokenClassification.from_pretrained(
+                source, output_loading_info=True, **arguments, **further
+            )
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"critic.model.path must be a language model, or one with a value head of one output, got {path!r}: {error}"
@@ -131,6 +151,46 @@ def load_value_model(
         for parameter in head.parameters():
             nn.init.zeros_(parameter)
     return _with_checkpointing(model, gradient_checkpointing)
+
+
+@contextmanager
+def _reading_shards(mesh: DeviceMesh | None) -> Iterator[dict[str, Any]]:
+    """Arguments with which ``from_pretrained`` reads only this rank's shards into memory; none for a whole model.
+
+    transformers builds a model without weights, calls ``maybe_distribute_model``, and then reads of each tensor what the
+    parameter holds on this rank. Its own distribution needs a plan from the model's class and knows no adapters.
+    """
+    if mesh is None:
+        yield {}
+        return
+
+    def cut(_: type, model: Any, *__: Any) -> Any:
+        cut_parameters(model, mesh)
+        del model.config.distributed_config
+        return model
+
+    with ExitStack() as undo:
+        # The base class has the method from its own base class, so that removing ours restores it.
+        patched: Any = PreTrainedModel
+        patched.maybe_distribute_model = classmethod(cut)
+        undo.callback(delattr, patched, "maybe_distribute_model")
+        # One tensor after the other: memory that several threads have freed is not given back.
+        undo.enter_context(_variable("HF_DEACTIVATE_ASYNC_LOAD", "1"))
+        yield {"distributed_config": DistributedConfig()}
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """An environment variable inside the context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from verl_rc.config.models import ModelConfig
+from verl_rc.distributed.fsdp import whole_parameters, without_memory
 from verl_rc.weight_sync.sender import ModelWeights
 
 _ADAPTER = "default"
@@ -31,7 +32,9 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        adapted: nn.Module = get_peft_model(model, lora)  # type: ignore[arg-type]
+        # PEFT takes the sizes of adapters from the weights, of which this rank may have shards only.
+        with whole_parameters(model, without_memory):
+            adapted: nn.Module = get_peft_model(model, lora)  # type: ignore[arg-type]
     except ValueError as error:
         linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
         raise ValueError(

@@ -68,6 +68,7 @@ class PolicyWorker(Learner):
             torch_dtype(fsdp.model_dtype),
             model_config.enable_gradient_checkpointing,
             model_config.trust_remote_code,
+            self._mesh,
         )
         learning = LearningOptions(self._actor.optim, total_steps, self._actor.checkpoint.async_save)
         self.model = ShardedModel(add_adapters(module, model_config), self._mesh, fsdp, learning)

@@ -27,6 +27,7 @@ class ReferenceWorker:
             torch_dtype(reference.fsdp_config.model_dtype),
             gradient_checkpointing=False,
             trust_remote_code=model.trust_remote_code,
+            mesh=mesh,
         )
         self.model = ShardedModel(module, mesh, reference.fsdp_config, learning=None)
         self._forward = ForwardOptions(config.actor_rollout_ref.rollout.temperature, model.use_remove_padding)

@@ -73,7 +73,7 @@ class ShardedModel:
         self._fsdp = fsdp
         # Sharded before the optimizer is built: its moments are then sharded like the parameters.
         self._shards = shard_model(
-            module.to(self._device), mesh, torch_dtype(fsdp.dtype), reshard_after_forward=fsdp.reshard_after_forward
+            module, mesh, torch_dtype(fsdp.dtype), reshard_after_forward=fsdp.reshard_after_forward
         )
         self.module = module
         """The same module as the shards, seen as a model."""

@@ -1,0 +1,188 @@
+"""Two real gloo ranks that read their shards alone hold, to the bit, those of a model loaded whole, in half its memory."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import VOCABULARY, free_port, make_tokens, small_model_config
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
+
+from verl_rc.config.models import ModelConfig
+from verl_rc.distributed.fsdp import shard_model, transformer_layers
+from verl_rc.distributed.process_group import DeviceMesh, RankAddress, join_trainer_group, leave_trainer_group
+from verl_rc.workers.forward import ForwardOptions, score_tokens, score_values
+from verl_rc.workers.language_model import load_causal_lm, load_value_model
+from verl_rc.workers.lora import add_adapters
+
+Found = dict[str, Any]
+MIB = 1 << 20
+LARGE = Qwen2Config(
+    vocab_size=8192,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=7,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+"""100 million weights, which take 380 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on disk, and how it is loaded."""
+
+    folder: str
+    dtype: torch.dtype = torch.float32
+    lora_rank: int = 0
+    is_critic: bool = False
+
+    def load(self, root: Path, mesh: DeviceMesh | None) -> nn.Module:
+        load = load_value_model if self.is_critic else load_causal_lm
+        torch.manual_seed(0)  # adapters start at random
+        module = load(str(root / self.folder), self.dtype, mesh=mesh)
+        torch.manual_seed(0)
+        return module if self.is_critic else add_adapters(module, ModelConfig(path="m", lora_rank=self.lora_rank))
+
+
+CASES = {
+    "plain": Case("plain"),
+    "tied": Case("tied"),
+    "bf16 on disk": Case("bf16"),
+    "bf16 in memory, as a reference": Case("plain", torch.bfloat16),
+    "with adapters": Case("tied", lora_rank=2),
+    "critic from a policy": Case("plain", is_critic=True),
+    "critic with its head": Case("critic", is_critic=True),
+}
+
+
+def write_models(root: Path) -> None:
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(small_model_config(VOCABULARY)).save_pretrained(root / "plain")
+    tied = {**small_model_config(VOCABULARY).to_dict(), "tie_word_embeddings": True}
+    Qwen2ForCausalLM(Qwen2Config(**tied)).save_pretrained(root / "tied", max_shard_size="20KB")  # in several files
+    Qwen2ForCausalLM(small_model_config(VOCABULARY)).bfloat16().save_pretrained(root / "bf16")
+    critic = Qwen2ForTokenClassification(small_model_config(VOCABULARY, num_labels=1))
+    nn.init.normal_(critic.score.bias)
+    critic.save_pretrained(root / "critic")
+    with torch.device("meta"):
+        large = Qwen2ForCausalLM(LARGE).bfloat16()
+    large.to_empty(device="cpu").save_pretrained(root / "large")
+
+
+def shards_and_scores(module: nn.Module, mesh: DeviceMesh, case: Case) -> dict[str, torch.Tensor]:
+    """Every parameter's shard, each once, which of them learn, every buffer, and what the model says of some tokens."""
+    shard_model(module, mesh, case.dtype)
+    found = {name: parameter.to_local().clone() for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
+    found["learns"] = torch.tensor([parameter.requires_grad for parameter in module.parameters()])
+    found |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+    tokens = make_tokens([1, 6, 3, 4], [7, 2, 0, 5])
+    with torch.no_grad():
+        found["scores"] = (
+            score_values(module, tokens, remove_padding=True)
+            if case.is_critic
+            else score_tokens(module, tokens, ForwardOptions(1.0), with_entropy=False).log_probs
+        )
+    return found
+
+
+@contextmanager
+def peak_memory(found: Found, name: str) -> Iterator[None]:
+    """The most memory that the block adds, without pages of files, which the kernel can take back."""
+    peak, is_over = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_over.is_set():
+            peak = max(peak, anonymous_bytes())
+            time.sleep(0.001)
+
+    before, watcher = anonymous_bytes(), threading.Thread(target=watch)
+    watcher.start()
+    yield
+    is_over.set()
+    watcher.join()
+    found[name] = peak - before
+
+
+def anonymous_bytes() -> int:
+    fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return next(int(field[1]) << 10 for field in fields if field[0] == "RssAnon:")
+
+
+def run_rank(rank: int, root: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    mesh = join_trainer_group(RankAddress(rank, 2, "127.0.0.1", port), torch.device("cpu"), 600)
+    found: Found = {}
+    for name, case in CASES.items():
+        module = case.load(root, mesh)
+        found[name] = shards_and_scores(module, mesh, case)
+        found["weights in files"] = found.get("weights in files", 0) + Path("/proc/self/maps").read_text().count(".safetensors")
+        del module
+        found[f"{name}, whole"] = shards_and_scores(case.load(root, None), mesh, case)
+    kept = []
+    for large in (Case("large"), Case("large", is_critic=True), Case("large", lora_rank=8)):
+        with peak_memory(found, f"bytes of {large}"):
+            kept.append(large.load(root, mesh))
+            shard_model(kept[-1], mesh, torch.bfloat16)
+        kept.clear()
+    leave_trainer_group()
+    torch.save(found, root / f"found_{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What each rank found."""
+    root = tmp_path_factory.mktemp("models")
+    write_models(root)
+    port = free_port()
+    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, root, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=600)
+        assert process.exitcode == 0
+    return [torch.load(root / f"found_{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_equal_those_of_a_model_that_was_loaded_whole(found: list[Found], case: str) -> None:
+    for rank in found:
+        shards, expected = rank[case], rank[f"{case}, whole"]
+        assert list(shards) == list(expected)
+        assert [shard.dtype for shard in shards.values()] == [shard.dtype for shard in expected.values()]
+        assert not [name for name in expected if not torch.equal(shards[name], expected[name])]
+    first, second = (rank[case] for rank in found)
+    table = next(name for name in first if name.endswith("embed_tokens.weight"))
+    assert (len(first[table]), len(second[table])) == (15, 14)  # the vocabulary is odd
+    assert first["scores"].any() == (case != "critic from a policy")  # whose head starts at 0
+
+
+def test_tied_embeddings_are_one_parameter(found: list[Found]) -> None:
+    assert "lm_head.weight" in found[0]["plain"]
+    assert "lm_head.weight" not in found[0]["tied"]
+
+
+def test_no_weights_lie_in_mapped_files(found: list[Found]) -> None:
+    """Whoever writes to the model's folder would change them."""
+    assert [rank["weights in files"] for rank in found] == [0, 0]
+
+
+def test_a_rank_never_holds_more_than_its_shards_and_a_layer(found: list[Found]) -> None:
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(LARGE)
+    whole, layer = (4 * sum(p.numel() for p in part.parameters()) for part in (model, transformer_layers(model)[0]))
+    assert whole > 350 * MIB
+    for rank in found:
+        sizes = {name: size for name, size in rank.items() if name.startswith("bytes of")}
+        assert len(sizes) == 3
+        for name, size in sizes.items():
+            assert 0.4 * whole < size < whole / 2 + layer, name
