@@ -112,12 +112,13 @@ class _HiddenStateScores(torch.autograd.Function):
         for words in row_slices(weight.shape[0], hidden.shape[0], LOGITS_AT_ONCE):
             part = weight[words], None if bias is None else bias[words]
             logits = F.linear(hidden, *part) if kept is None else kept[:, words]
-            probs = _exponentials(_scaled(logits, temperature), maxima).div_(sums[:, None])
+            exponentials = _exponentials(_scaled(logits, temperature), maxima)
             if ctx.options.entropies and ctx.options.entropy_gradient:
+                probs = exponentials.div_(sums[:, None])
                 of_entropy = torch.special.entr(probs).sub_(probs * entropies[:, None])
                 grad_logits = of_entropy.mul_((grad_entropies / temperature)[:, None]).sub_(probs.mul_(slope))
             else:
-                grad_logits = probs.mul_(-slope)
+                grad_logits = exponentials.mul_(-slope / sums[:, None])
             place = token_ids - words.start
             here = (place >= 0) & (place < logits.shape[1])
             grad_logits.scatter_add_(-1, torch.where(here, place, 0)[:, None], torch.where(here[:, None], slope, 0.0))

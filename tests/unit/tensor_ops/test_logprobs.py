@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from live_bytes import LiveBytes
+from bench.live_bytes import LiveBytes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
