@@ -3,7 +3,7 @@
 # change one thing about this one each.
 #
 # Hardware: 8 GPUs of 80 GB with bf16 (trainer and engines share them), 128 GiB of memory. Estimated
-# (verl_rc/report/memory.py): 51 GiB a GPU while the actor is updated, two thirds of it for logits of a micro-batch, 61 GiB
+# (verl_rc/report/memory.py): 47 GiB a GPU while the actor is updated, 28 of them for gradients of all weights, 61 GiB
 # while engines sample. Never run here.
 # With 40 GB a GPU pass
 # actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144 actor_rollout_ref.rollout.gpu_memory_utilization=0.5.

@@ -2,8 +2,9 @@
 # MATH with Qwen2.5-32B on 4 nodes of 8 GPUs: PPO with a critic of the same size, and token weights truncated at 10.
 #
 # Hardware: 4 x 8 GPUs of 80 GB with bf16 and fast links between nodes, 512 GiB of memory a node (weights and moments of
-# actor and critic wait there: some 250 GiB), a file system that all nodes see. Estimated: 56 GiB a GPU in an update. A Ray
-# cluster first: docs/cluster.md. Never run here.
+# actor and critic wait there: some 250 GiB), a file system that all nodes see. A Ray cluster first:
+# docs/cluster.md. Estimated: 159 GiB a GPU in an update, 122 of them gradients of all weights, which each rank adds up over its
+# micro-batches: as it stands it does not fit. Never run here.
 # Method: PPO (arXiv:1707.06347) with GAE at gamma = lambda = 1, a critic that trains alone for the first 4 steps, and
 # truncated importance sampling (Yao et al. 2025) with a cap of 10: wide enough to leave nearly every token unbiased, tight
 # enough to stop single tokens.
