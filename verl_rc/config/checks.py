@@ -381,22 +381,18 @@ def _devices(config: RunConfig) -> Iterator[str]:
 
 
 def _alerts(config: RunConfig) -> Iterator[str]:
-    if config.trainer.alerts.mismatch == "skip" and config.algorithm.rollout_correction.in_actor:
-        yield (
-            "trainer.alerts.mismatch=skip needs a mismatch that is known before the update, but in bypass mode "
-            "(algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the update itself measures it; pass "
-            "save_and_stop or warn."
-        )
     correction, action = config.algorithm.rollout_correction, config.trainer.alerts.cause
+    for name, given in (("mismatch", config.trainer.alerts.mismatch), ("cause", action)):
+        if given == "skip" and correction.in_actor:
+            yield (
+                f"trainer.alerts.{name}=skip needs a {name} that is known before the update, but in bypass mode "
+                "(algorithm.rollout_correction.bypass_mode=True), and with proximal=interpolate, the update itself measures it; "
+                "pass save_and_stop or warn."
+            )
     if action != "warn" and correction.diagnostics != "full":
         yield (
             f"trainer.alerts.cause={action} needs signatures; pass algorithm.rollout_correction.diagnostics=full, which measures "
             "them, or trainer.alerts.cause=warn."
-        )
-    if action == "skip" and correction.bypass_mode:
-        yield (
-            "trainer.alerts.cause=skip needs a cause that is known before the update, but in bypass mode "
-            "(algorithm.rollout_correction.bypass_mode=True) the update itself measures it; pass save_and_stop or warn."
         )
 
 

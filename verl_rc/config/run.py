@@ -22,16 +22,17 @@ class AlertsConfig(StrictModel):
 
     ``warn`` sends an alert to W&B and the console. ``skip`` also skips the step's updates; as after every step, the engines then
     receive the weights again and empty their caches. ``save_and_stop`` skips the updates, writes a checkpoint and ends the run.
-    In bypass mode mismatch and cause are known only after the update, which therefore cannot be skipped.
+    Where the actor corrects (bypass mode, ``proximal=interpolate``), mismatch and cause are known only after the update, which
+    therefore cannot be skipped.
     """
 
     mismatch: AlertAction = "warn"
-    """Action when ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` in bypass mode."""
+    """Action when ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` where the actor corrects."""
     mismatch_limit: float | None = Field(0.5, gt=0)
     """Nats per token; null: never."""
     cause: AlertAction = "warn"
     """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other than ``warn`` it needs
-    ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` in bypass mode."""
+    ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` where the actor corrects."""
     reward_collapse: AlertAction = "warn"
     """Action when the mean score of the last ``reward_window`` steps has fallen by more than ``reward_drop``."""
     reward_drop: float | None = Field(0.5, gt=0)

@@ -137,6 +137,11 @@ MISTAKES = [
         f"trainer.alerts.cause=skip {CORRECTION}.diagnostics=full {CORRECTION}.bypass_mode=True",
         "trainer.alerts.cause=skip needs a cause that is known before the update",
     ),
+    (
+        f"async_training.staleness_threshold=1 actor_rollout_ref.hybrid_engine=False {CORRECTION}.diagnostics=full "
+        f"{CORRECTION}.rollout_is=token {CORRECTION}.proximal=interpolate trainer.alerts.cause=skip",
+        "trainer.alerts.cause=skip needs a cause that is known before the update",
+    ),
     ("trainer.resume_from_path=/x", "has no effect with trainer.resume_mode=auto"),
     ("trainer.resume_mode=resume_path", "needs trainer.resume_from_path"),
     ("trainer.resume_mode=yes", "trainer.resume_mode"),
