@@ -54,12 +54,14 @@ def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for arm, found in by_arm(study, runs):
-        last = [accuracies(run)[-1] if accuracies(run) else 0.0 for run in found]
-        low, high = interval(last)
-        ends = ", ".join(f"{value:.3f}" for value in last)
+        last = [found_there[-1] for run in found if (found_there := accuracies(run))]
+        ends = ", ".join(f"{value:.3f}" for value in last) or "—"
+        mean = f"{sum(last) / len(last):.3f}" if last else "—"
+        # With one seed nothing is known of others.
+        bounds = " to ".join(f"{bound:.3f}" for bound in interval(last)) if len(last) > 1 else "—"
         collapsed = f"{sum(map(has_collapsed, found))} of {len(found)}"
         age, ess = (_mean(found, name) for name in ("async/token_age/mean", "rollout_corr/rollout_is_eff_sample_size"))
-        rows.append(f"| {arm} | {ends} | {sum(last) / len(last):.3f} | {low:.3f} to {high:.3f} | {collapsed} | {age} | {ess} |")
+        rows.append(f"| {arm} | {ends} | {mean} | {bounds} | {collapsed} | {age} | {ess} |")
     return rows
 
 
