@@ -25,7 +25,7 @@ LAGS = (-2, -1, 0, 1, 2)
 POSITION_EDGES = (16, 256)
 """Positions in the response at which the next bucket of logit noise begins."""
 SMALLEST_GRADIENTS = 1e-5
-"""Sum of g, below which it may be what rounding leaves of 1 - 2p + Q, 0 for tokens that are certain."""
+"""Below this, a sum of g is rounding error: g is 0 for certain tokens."""
 CONCENTRATED_SHARE = 0.01
 STANDARD_ERRORS = 6.0
 SHIFT_NATS = 0.05

@@ -221,7 +221,7 @@ class FullTotals(Generic[T]):
     splits: Means[T]
     """Metrics of some group of sequences or tokens, by name, left out where nothing is in it."""
     signatures: Signatures[T] | None = None
-    """Like the next None where the trainer's weights have changed since it was to agree with the engine."""
+    """None, like ``head``, after the step's first update: the trainer no longer has the weights that should agree."""
     head: HeadSums[T] | None = None
 
 

@@ -145,10 +145,10 @@ class PolicyEvaluations(TensorClass):
     """Outputs of the trainer's models on the sampled tokens before the update."""
 
     old_log_probs: Tensor
-    """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the step); in bypass mode
-    the rollout policy takes its place."""
+    """float32 ``[B, R]``: log-prob under the proximal policy (the trainer before its first update of the step); where
+    the actor corrects, the rollout policy takes its place."""
     entropies: Tensor | None = None
-    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None in bypass mode."""
+    """float32 ``[B, R]``: entropy of the proximal policy's distribution at each token, nats; None where the actor corrects."""
     sum_pi_squared: Tensor | None = None
     """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when neither estimator nor
     diagnostics need it."""
@@ -184,9 +184,9 @@ class TrainBatch(TensorClass):
     ref_log_prob: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
     scores: Tensor | None = None
-    """float32 ``[B]``: outcome scores; only for diagnostics in the actor (bypass mode)."""
+    """float32 ``[B]``: outcome scores; only for diagnostics in the actor."""
     policy_versions: Tensor | None = None
-    """int64 ``[B, R]``: version of the weights that sampled each token; only for diagnostics in the actor (bypass mode)."""
+    """int64 ``[B, R]``: version of the weights that sampled each token; for diagnostics and interpolation in the actor."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""

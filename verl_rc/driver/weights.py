@@ -159,18 +159,16 @@ def submit_canary(services: Services) -> list[list[int]]:
     return services.engines.submit_to_each(canary_requests(services), _canary_options(services))
 
 
-def collect_canary(
-    services: Services, state: RunState, numbers: Sequence[Sequence[int]], record: StepRecord
-) -> float | None:
+def collect_canary(services: Services, state: RunState, numbers: Sequence[Sequence[int]], record: StepRecord) -> None:
     """Judge what ``submit_canary`` began, waiting for it if need be, while the trainer holds the weights published with it.
 
-    Returns the limit of the gap. Lost engines are dealt with as in ``generate``.
+    Lost engines are dealt with as in ``generate``.
     """
     version = state.step
     with record.stage("sync_canary"):
         on_loss = _replacing(services, state, version, record)
         answers = [services.engines.finish(of_engine, on_loss).result for of_engine in numbers]
-        return _judge_answers(services, answers, state.canary_gap_limit, version, record)
+        _judge_answers(services, answers, state.canary_gap_limit, version, record)
 
 
 def judge_canary(services: Services, limit: float | None, version: int, record: StepRecord) -> float | None:

@@ -85,7 +85,7 @@ def _to_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
 def policy_gap_metrics(rollouts: RolloutBatch, evaluations: PolicyEvaluations) -> dict[str, float]:
     """Entropy of the proximal policy, and how far its token *probabilities* lie from the rollout policy's.
 
-    Nothing in bypass mode, where no proximal policy is computed.
+    Nothing where the actor corrects: no proximal policy is computed before the update.
     """
     if evaluations.entropies is None:
         return {}

@@ -110,7 +110,7 @@ def require_sampled_loss(loss_mask: Tensor, response_mask: Tensor, keep_mask: Te
 def accounts_of_update(
     planned_tokens: Sequence[int], kept_tokens: Sequence[int], grad_norms: Iterable[float], epochs: int
 ) -> dict[str, int]:
-    """What an update did with the tokens it was given: ``trained``, ``rejected`` (bypass mode) and ``nonfinite``.
+    """What an update did with the tokens it was given: ``trained``, ``rejected`` (by the actor) and ``nonfinite``.
 
     For each mini-batch of all ``epochs``, in order: the tokens that might enter its loss, those that did, and the gradient norm
     of every optimizer step that was not skipped. A token's account is that of its first epoch; later ones train on it again.

@@ -35,7 +35,7 @@ def add_scoring(model: nn.Module) -> nn.Module:
     def forward(*args: Any, predicted: PredictedTokens | None = None, **inputs: Any) -> Any:
         if predicted is None:
             return plain_forward(*args, **inputs)
-        # PEFT adds what it was not given as None.
+        # PEFT passes arguments that it was not given as None.
         given = {name: value for name, value in inputs.items() if value is not None}
         hidden = causal_lm.base_model(*args, **given).last_hidden_state.flatten(0, 1)
         head, options = causal_lm.get_output_embeddings(), predicted.options

@@ -66,7 +66,7 @@ BATCH = (*_LENGTHS, *_TRAINING)
 _TOKENS = {
     "sampled": ("tokens that the policy sampled for the step's training; the sum of all accounts", None),
     "trained": ("tokens in the loss of an optimizer step that was taken (first epoch)", None),
-    "rejected": ("tokens left out by rollout correction (bypass mode: in the first epoch)", None),
+    "rejected": ("tokens left out by rollout correction (by the actor: in the first epoch)", None),
     "nonfinite": ("tokens in an optimizer step left out because its gradient was not finite", (0, 0)),
     "withheld": ("tokens of a batch that the actor did not train on: critic warm-up, or an alert", None),
     "filtered": ("tokens of prompts that algorithm.filter_groups dropped", None),

@@ -14,7 +14,7 @@ PREFIX = "rollout_corr/"
 Z_BOUND = 6.0
 """Standard errors. A heavy tail alone reaches 3."""
 SMALLEST_MASS = 1e-3
-"""Of float32 log-probs even rounding is many standard errors from 0."""
+"""Below this, rounding of float32 log-probs alone can be many standard errors from 0."""
 TEMPERATURE_Z, TEMPERATURE_R2, SMALLEST_SLOPE = 30.0, 0.3, 0.003
 """A drifting policy sharpens too, but that explains 0.08 of the squared gap; 2 % of temperature beside fp8 weights 0.3."""
 RAW_R2, BANNED_R2 = 0.9, 0.3
@@ -51,7 +51,7 @@ def _is_misaligned(step: Step) -> bool:
 
 
 def _misses_mass(step: Step, least: float, most: float) -> bool:
-    """Whether mass is missing, of which a temperature explains a share between these."""
+    """Whether mass is missing, and a temperature explains more than ``least`` and at most ``most`` of the gap."""
     return _is_misaligned(step) and step["missing_mass"] > 0 and least < step["temperature_r2"] <= most
 
 

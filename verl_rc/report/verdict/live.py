@@ -20,7 +20,7 @@ def judge_causes(
 
     ``temperature`` is that of the configuration, which sentences name.
     """
-    if f"{PREFIX}missing_mass" not in metrics:  # no signatures: in bypass mode before the update, or never
+    if f"{PREFIX}missing_mass" not in metrics:  # no signatures: not before the update where the actor corrects, or never
         return {}, {}, history
     first = history.first_noise
     if f"{PREFIX}logit_noise" in metrics and len(first) < FLOOR_STEPS:
