@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_rc.config.async_keys import is_translated, translate, with_verls_async_defaults
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.run import RunConfig
 from verl_rc.config.schema import leaves_of
+from verl_rc.config.verl.async_keys import is_translated, translate, with_verls_async_defaults
 from verl_rc.config.verl.refused import REFUSED_VALUES, RENAMED, Refusal, refusal_of
 
 MOVED = {
