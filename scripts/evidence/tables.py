@@ -99,6 +99,7 @@ def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> lis
     prose = (
         study.question,
         f"Expected, before the first run: {study.expectation}",
+        f"Found: {study.found}",
         f"Run with `python -m scripts.evidence {name}`: {number} of {all_runs} runs are here; they took {hours:.1f} hours.",
     )
     return [f"## {name}", *(textwrap.fill(paragraph, 100) for paragraph in prose), *found]
