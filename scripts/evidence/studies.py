@@ -42,8 +42,8 @@ def _staleness() -> Study:
         expectation="At the usual learning rate (lr1) all arms learn alike. At four times that rate (lr4) and k = 8 the arm "
         "without correction falls behind or breaks, and token weights keep most of what k = 0 reaches.",
         found="Eight steps of age break the uncorrected run at the usual learning rate already: the expectation was wrong there. "
-        "Every correction learns at that age, sequence weights best, though their ESS is the lowest. At four times the rate no run "
-        "four or eight steps old has survived so far, corrected or not.",
+        "Every correction learns at that age, sequence weights best, though their ESS is the lowest. At four times the rate no "
+        "run four or eight steps old has survived so far, corrected or not.",
         common=(
             *("task=digits", "hardware=cpu", "actor_rollout_ref.rollout.quantization=fp8_per_channel"),
             *("trainer.total_training_steps=60", "trainer.test_freq=10", "trainer.save_freq=-1"),
