@@ -45,7 +45,7 @@ class ActorCorrection:
         self._whole: CorrectionStatistics | None = None
         self._seen: CorrectionStatistics | None = None
         self._all: CorrectionStatistics | None = None
-        self._signed: CorrectionStatistics | None = None
+        self._signature_statistics: CorrectionStatistics | None = None
         # float64: with float32 sums the gap over ranks would depend on how rows are spread over them.
         self._gap = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         self.statistics_seconds = 0.0
@@ -87,11 +87,11 @@ class ActorCorrection:
         self._add_gap(batch, log_probs)
         return correct_current(batch, log_probs, self._config, self._whole or found)
 
-    def sign(self, batch: TrainBatch, current: TokenScores) -> None:
+    def measure_first_signatures(self, batch: TrainBatch, current: TokenScores) -> None:
         """Measure the signatures of a micro-batch, if it is of the first mini-batch: after it the policies differ by design."""
         if self._all is None and self._config.diagnostics == "full":
             found = measure_signatures(batch, current)
-            self._signed = found if self._signed is None else self._signed.merge(found)
+            self._signature_statistics = found if self._signature_statistics is None else self._signature_statistics.merge(found)
 
     def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch as ``correct`` will return it, without adding to the statistics."""
@@ -132,7 +132,7 @@ class ActorCorrection:
 
     def signatures(self) -> CorrectionStatistics | None:
         """Those of the first mini-batch over all ranks, on the CPU; None without full diagnostics. Collective."""
-        return None if self._signed is None else _on_cpu(self._over_ranks(self._signed))
+        return None if self._signature_statistics is None else _on_cpu(self._over_ranks(self._signature_statistics))
 
     def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:
         return statistics.with_vectors(

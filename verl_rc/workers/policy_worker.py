@@ -176,7 +176,7 @@ class PolicyWorker(Learner):
             given = part = select_sequences(batch, rows, self._device)
             current = self.score(part)
             if correction is not None:
-                correction.sign(part, current)
+                correction.measure_first_signatures(part, current)
                 part = correction.correct(part, current.log_probs)
             objective = policy_objective(current, part, self._actor, self._correction, aggregation, covariance)
             if correction is None or not correction.compares:

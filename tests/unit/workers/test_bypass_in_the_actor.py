@@ -88,7 +88,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
         for rows in parts:
             current = TokenScores(table[rows] + moved, entropies[rows], squares[rows])
             part = cast(TrainBatch, batch[rows])
-            correction.sign(part, current)
+            correction.measure_first_signatures(part, current)
             correction.correct(part, current.log_probs)
         correction.finish()
     decoupled = compute_rollout_correction(
@@ -105,7 +105,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     assert {"rollout_corr/logit_noise", "rollout_corr/temperature_slope", "rollout_corr/missing_mass"} <= signatures.keys()
     assert signatures == pytest.approx({name: decoupled[name] for name in signatures}, rel=1e-9)
     core = ActorCorrection(config.model_copy(update={"diagnostics": "core"}), worker._mesh, policy_version=0)
-    core.sign(batch, TokenScores(table, entropies, squares))
+    core.measure_first_signatures(batch, TokenScores(table, entropies, squares))
     assert core.signatures() is None
 
 
