@@ -14,6 +14,7 @@ from verl_rc.advantage.reward_shaping import overlong_penalty
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.config.algorithm import REWARD_METRICS
+from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import Completions, RolloutBatch, Timed, unpadded
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.samples import Samples
@@ -68,11 +69,9 @@ class _Sampler:
         with record.stage("gen_max"):
             answer = weights.generate(services, self.state, requests, replace(sampling, temperature=0.0), self.state.step, record)
         record.add_busy("gen_max", answer.busy_seconds)
-        record.ledger.sampled(sampled_tokens(answer.result))
-        record.ledger.book({"baseline": sampled_tokens(answer.result)})
         greedy = as_rollouts(services, requests, answer.result)
         scores = score_with_penalty(services, batch.prompts, greedy, record).scores
-        record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
+        book_baselines(record, sampled_tokens(answer.result), scores)
         return scores[batch.rollouts.group_ids]
 
     def finish(self, batch: Samples) -> None:
@@ -95,12 +94,7 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
     kept = [_informative_part(drawn[0], groups.metric)]
     while (found := sum(len(part.prompts) for part in kept)) < wanted:
         if len(drawn) == groups.max_num_gen_batches:
-            raise ValueError(
-                f"step {sampler.state.step + 1} needs data.train_batch_size={wanted} prompts whose samples differ in "
-                f"{groups.metric}, but algorithm.filter_groups.max_num_gen_batches={len(drawn)} batches of "
-                f"{services.config.data.prompts_per_draw} prompts gave {found}. The prompts may be too easy or too hard; raise "
-                "the limit (0: none), or data.gen_batch_size."
-            )
+            raise too_few_informative(services.config, sampler.state.step + 1, found)
         epoch, further = services.prompts.draw()
         drawn.append(sampler.sample(further, epoch))
         kept.append(_informative_part(drawn[-1], groups.metric))
@@ -125,6 +119,16 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
     return batch
 
 
+def too_few_informative(config: RunConfig, step: int, found: int) -> ValueError:
+    """The refusal of a step for which all batches that dynamic sampling may draw gave only ``found`` prompts."""
+    groups, data = config.algorithm.filter_groups, config.data
+    return ValueError(
+        f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in {groups.metric}, but "
+        f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} batches of {data.prompts_per_draw} prompts "
+        f"gave {found}. The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
+    )
+
+
 def _informative_part(part: Samples, metric: str) -> Samples:
     values = compared_values(part.scores, part.unpenalised, part.extras, metric)
     return part.select_prompts(informative_groups(values, part.rollouts.group_ids.tolist()))
@@ -136,6 +140,13 @@ def compared_values(
     """What ``algorithm.filter_groups.metric`` says of each sample. Raises ``ValueError`` when it names no column of numbers."""
     given = unpenalised if metric == "score" and unpenalised is not None else scores
     return _numbers(given, extras, metric, "algorithm.filter_groups.metric")
+
+
+def book_baselines(record: StepRecord, num_tokens: int, scores: Tensor) -> None:
+    """Count the tokens of greedy responses, and report the mean of their scores."""
+    record.ledger.sampled(num_tokens)
+    record.ledger.book({"baseline": num_tokens})
+    record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
 
 
 def describe_sampled(services: Services, batch: Samples, response_tokens: int, record: StepRecord) -> None:

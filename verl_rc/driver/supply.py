@@ -18,10 +18,12 @@ from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
 from verl_rc.driver.sample import (
+    book_baselines,
     describe_sampled,
     reward_outputs,
     sample_batch,
     sample_seed,
+    too_few_informative,
     with_component_scores,
 )
 from verl_rc.driver.scored_groups import decide, end_sample, join
@@ -180,9 +182,7 @@ class AsynchronousSupply:
         now.trained = now.trained.add(sum(group.num_sampled for group in groups), len(groups))
         record.ledger.sampled(samples.num_tokens, prompts=len(groups))
         if baselines is not None:
-            record.ledger.sampled(baselines.num_tokens)
-            record.ledger.book({"baseline": baselines.num_tokens})
-            record.add({"critic/reward_baselines/mean": float(baselines.scores.double().mean())})
+            book_baselines(record, baselines.num_tokens, baselines.scores)
         record.add({"training/epoch": max(group.epoch for group in groups)})
         record.add(_age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
         record.add(version_metrics(samples.rollouts.policy_versions, samples.rollouts.response_mask, step - 1))
@@ -312,11 +312,7 @@ class AsynchronousSupply:
         options, batch, found = self._services.config.algorithm.filter_groups, self._rule.batch, self._now.num_kept
         draw, sampled = self._services.config.data.prompts_per_draw, self._filtered_since_batch + found
         if 0 < options.max_num_gen_batches * draw <= sampled and found < batch:
-            raise ValueError(
-                f"step {step} needs data.train_batch_size={batch} prompts whose samples differ in {options.metric}, but "
-                f"algorithm.filter_groups.max_num_gen_batches={options.max_num_gen_batches} batches of {draw} prompts gave "
-                f"{found}. The prompts may be too easy or too hard; raise the limit (0: none), or data.gen_batch_size."
-            )
+            raise too_few_informative(self._services.config, step, found)
         if not self._under_way:
             raise RuntimeError(
                 f"step {step} needs {batch} groups, but only {len(self._now.groups)} are admitted, and all of them have ended."
