@@ -1,4 +1,4 @@
-"""Products of fp8 matrices on a CPU: which implementation is fast here, measured.
+"""What fp8 can do on a CPU: which implementation of its products is fast here, measured; and whether a cache in it works.
 
 vLLM's fp8 linear layers end in ``torch._scaled_mm`` on a CPU. PyTorch 2.13 gives that call to oneDNN on every CPU with AMX int8,
 but oneDNN has an fp8 kernel only from AMX fp16 on; without one it runs its reference implementation, thousands of times slower.
@@ -106,3 +106,12 @@ def _milliseconds(compute: Callable[[], Tensor]) -> float:
     except RuntimeError:  # oneDNN: "could not create a primitive descriptor"
         return inf
     return 1e3 * shortest
+
+
+def require_fp8_cache() -> None:
+    """Raise ``ValueError`` unless vLLM has attention over a cache in fp8 on this CPU."""
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        raise ValueError(
+            "a key-value cache in fp8 needs a CPU with AVX-512 or AMX, which this one does not have; pass "
+            "actor_rollout_ref.rollout.kv_cache_dtype=auto."
+        )

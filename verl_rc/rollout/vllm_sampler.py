@@ -6,11 +6,13 @@ from concurrent.futures import Future
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.inputs import tokens_input
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
 from verl_rc.rollout import engine_worker
 from verl_rc.rollout.conversation import Conversations
+from verl_rc.rollout.fp8_products import require_fp8_cache
 from verl_rc.rollout.open_responses import OpenResponses
 from verl_rc.rollout.process_cleanup import unlink_shared_memory
 from verl_rc.rollout.response import UNKNOWN, Ended, Response
@@ -23,7 +25,9 @@ class VllmSampler:
     """vLLM as the step loop sees it."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Build vLLM; weights come with the first update."""
+        """Build vLLM; weights come with the first update. Raises ``ValueError`` for a cache in fp8 that this CPU cannot have."""
+        if current_platform.is_cpu() and options.arguments.get("kv_cache_dtype", "auto") != "auto":
+            require_fp8_cache()
         self.version = UNKNOWN
         """Of the weights that the engine holds."""
         self._keeps_cache = options.on_update == "keep"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.rollout import fp8_products
-from verl_rc.rollout.fp8_products import IMPLEMENTATIONS, Fp8Timings, SlowFp8Error, time_fp8_products
+from verl_rc.rollout.fp8_products import IMPLEMENTATIONS, Fp8Timings, SlowFp8Error, require_fp8_cache, time_fp8_products
 
 CHOICE, EMULATION = IMPLEMENTATIONS
 
@@ -63,3 +63,15 @@ def test_what_onednn_cannot_do_is_noticed(fault: str, monkeypatch: pytest.Monkey
     products = time_fp8_products.__wrapped__()
     assert products.implementation == EMULATION
     assert calls >= 1
+
+
+@pytest.mark.parametrize(("has_avx512", "has_amx"), [(False, False), (True, False), (False, True)])
+def test_a_cache_in_fp8_needs_wide_vectors(has_avx512: bool, has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's attention on a CPU does, which would end in a traceback."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    if has_avx512 or has_amx:
+        require_fp8_cache()
+    else:
+        with pytest.raises(ValueError, match=r"needs a CPU with AVX-512 or AMX, .*; pass .*kv_cache_dtype=auto"):
+            require_fp8_cache()
