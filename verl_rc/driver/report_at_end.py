@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.driver.announce import say
 from verl_rc.report.run_folder import ENDING
@@ -34,6 +35,7 @@ def report_at_end(config: RunConfig) -> Iterator[None]:
         status, reason = 130, _REASONS[130]
         raise
     except BaseException as error:
+        status = 2 if isinstance(error, ConfigError) else 1
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise
     finally:

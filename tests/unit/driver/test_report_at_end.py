@@ -29,7 +29,7 @@ ENDINGS = [
     (SystemExit("text"), 1, "the process ended itself"),
     (KeyboardInterrupt(), 130, "Ctrl-C"),
     (PlannedError("two\nlines"), 1, "PlannedError: two lines"),
-    (ConfigError("data.x must be y"), 1, "ConfigError: data.x must be y"),
+    (ConfigError("data.x must be y"), 2, "ConfigError: data.x must be y"),
 ]
 
 

@@ -92,7 +92,7 @@ def _progress(run: RunData) -> str:
     if run.ending is not None:
         if run.ending.status == 0:
             return f"The run ended after {steps}."
-        return f"The run ended after {steps} with exit code {run.ending.status}: {run.ending.reason}."
+        return f"The run ended after {steps} with exit code {run.ending.status}: {run.ending.reason.removesuffix('.')}."
     if run.total_steps and done < run.total_steps and run.is_own:
         return f"{steps} are logged: it still trains, or was killed."
     return f"{steps} are logged."
