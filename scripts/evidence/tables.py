@@ -73,7 +73,7 @@ def _mean(runs: Sequence[Run], name: str) -> str:
 
 def draw(study: Study, runs: Mapping[tuple[str, int], Run], path: Path) -> Path:
     """Accuracy over steps: a line for each seed, a colour for each arm."""
-    return write_picture(path, (9.6, 5.0), partial(_draw, arms=list(by_arm(study, runs))))
+    return write_picture(path, (8.4, 4.6), partial(_draw, arms=list(by_arm(study, runs))))
 
 
 def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
@@ -86,7 +86,7 @@ def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
         style = {"color": COLOURS[place % len(COLOURS)], "linestyle": ("-", "--", ":", "-.")[place // len(COLOURS) % 4]}
         for number, run in enumerate(runs):
             steps, values = zip(*run.curves.get(ACCURACY, []) or [(0, 0.0)], strict=True)
-            panel.plot(steps, values, marker="o", markersize=3, label="_" if number else arm, **style)
+            panel.plot(steps, values, linewidth=1.2, label="_" if number else arm, **style)
     panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
