@@ -111,6 +111,18 @@ def options(max_tokens: int = 60, end: int = 0) -> SamplingOptions:
     return SamplingOptions(1.0, 1.0, -1, max_tokens, (end,))
 
 
+def waiting_tool(answer: Any) -> tuple[Tool, threading.Event, threading.Event]:
+    """A calculator that answers when told to; set by it: it was called; to be set: it may answer."""
+    called, go_on = threading.Event(), threading.Event()
+
+    def function(expression: str) -> Any:
+        called.set()
+        assert go_on.wait(PATIENCE)
+        return answer
+
+    return Tool("calculator", "adds", {"expression": "what"}, function), called, go_on
+
+
 def talk(
     tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 60, tools: dict[str, Tool] | None = None, **config: Any
 ) -> tuple[ScriptedSampler, "StepLoop[ScriptedSampler]", Box]:
@@ -173,14 +185,7 @@ def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> No
 def test_a_sample_that_waits_for_its_tool_counts_among_those_that_have_begun(tokenizer: Any) -> None:
     """And the engine rests meanwhile: it makes no step without a sample."""
     call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
-    called, go_on = threading.Event(), threading.Event()
-
-    def function(expression: str) -> str:
-        called.set()
-        assert go_on.wait(PATIENCE)
-        return "2"
-
-    tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    tool, called, go_on = waiting_tool("2")
     sampler, loop, box = talk(tokenizer, [[call, said], [said]], tools={"calculator": tool}, limit=1)
     assert called.wait(PATIENCE)
     assert loop.call(lambda _: len(box)) == 0
@@ -194,14 +199,7 @@ def test_a_sample_that_waits_for_its_tool_counts_among_those_that_have_begun(tok
 
 def test_an_update_that_waits_for_the_end_of_all_waits_for_tools_too(tokenizer: Any) -> None:
     call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
-    called, go_on = threading.Event(), threading.Event()
-
-    def function(expression: str) -> str:
-        called.set()
-        assert go_on.wait(PATIENCE)
-        return "2"
-
-    tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    tool, called, go_on = waiting_tool("2")
     _, loop, box = talk(tokenizer, [[call, said]], tools={"calculator": tool})
     assert called.wait(PATIENCE)
     assert loop.call(loop.so_far)[0][1].token_ids == call  # what is kept of it when the engine is lost now
@@ -214,14 +212,7 @@ def test_an_update_that_waits_for_the_end_of_all_waits_for_tools_too(tokenizer: 
 
 def test_a_cancelled_sample_is_forgotten_while_its_tool_is_at_work_or_fails(tokenizer: Any) -> None:
     call, said = ids(tokenizer, "<tool>1+1</tool>", END), ids(tokenizer, "2", END)
-    called, go_on = threading.Event(), threading.Event()
-
-    def function(expression: str) -> str:
-        called.set()
-        assert go_on.wait(PATIENCE)
-        return 2  # no text: a failure
-
-    tool = Tool("calculator", "adds", {"expression": "what"}, function)
+    tool, called, go_on = waiting_tool(2)  # no text: a failure
     _, loop, box = talk(tokenizer, [[call, said], [said]], tools={"calculator": tool})
     assert called.wait(PATIENCE)
     loop.call(lambda sampler: loop.cancel(sampler, [0]))
