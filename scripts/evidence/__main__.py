@@ -12,15 +12,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, quick, run_all, start_trainer
 from evidence.studies import STUDIES
-from evidence.tables import accuracies, draw, section
+from evidence.tables import FALL, accuracies, draw, section
 
 PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence"
-HEAD = """# Evidence
+HEAD = f"""# Evidence
 
 What happens when rollout and trainer disagree, and what each correction does about it: runs of this
 trainer on two CPU cores. Every number below is made from the runs in [evidence/](evidence) by
 `python -m scripts.evidence page`. All runs of a study start from one model; arms are compared at
-the same seeds. A run has collapsed when it ends in an error or 0.10 below its own best accuracy."""
+the same seeds. A run has collapsed when it ends in an error or {FALL:.2f} below its own best accuracy."""
 
 
 def write_page() -> None:
