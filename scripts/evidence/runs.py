@@ -119,7 +119,7 @@ def _append(results: Path, line: str) -> None:
 
 
 def start_trainer(overrides: Sequence[str]) -> int:
-    """Run the trainer in a process of its own, its output beside its metrics."""
+    """Run the trainer in a process of its own; its output goes to a file beside its metrics."""
     place = Path(next(given for given in overrides if given.startswith("trainer.default_local_dir=")).partition("=")[2])
     place.mkdir(parents=True, exist_ok=True)
     with (place / "output.log").open("w", encoding="utf-8") as output:

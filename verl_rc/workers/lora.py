@@ -32,7 +32,7 @@ def add_adapters(model: nn.Module, config: ModelConfig) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        # PEFT takes the sizes of adapters from the weights, of which this rank may have shards only.
+        # PEFT sizes adapters by the weights that it sees, and this rank may hold only shards of them.
         with whole_parameters(model, without_memory):
             adapted: nn.Module = get_peft_model(model, lora)  # type: ignore[arg-type]
     except ValueError as error:
