@@ -29,6 +29,22 @@ class MetricSpec:
     """The package that reports it."""
 
     @property
+    def lowest_healthy(self) -> float:
+        """The lower end of the healthy range; raises ``ValueError`` without one."""
+        return self._end(0)
+
+    @property
+    def highest_healthy(self) -> float:
+        """The upper end of the healthy range; raises ``ValueError`` without one."""
+        return self._end(1)
+
+    def _end(self, side: int) -> float:
+        end = (self.healthy or (None, None))[side]
+        if end is None:
+            raise ValueError(f"metric '{self.name}' must have a healthy range that ends on that side, it is {self.healthy}.")
+        return end
+
+    @property
     def healthy_in_words(self) -> str:
         """The healthy range in words; empty without one."""
         match self.healthy:

@@ -2,16 +2,18 @@
 
 import math
 
+from verl_rc.metrics.catalog import describe
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.verdict.estimates import Mean, last_part, lasting, mapped, mean_of
 from verl_rc.report.verdict.statement import Statement, say
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
-LOW_ESS = 0.5
-"""Share of the batch below which the weights waste more than the gap costs (the catalogue's healthy range begins there)."""
-MUCH_REJECTED = 0.1
-HEAVY_TAIL = 0.7
-"""Pareto k above which averages over the weights are unreliable."""
+_REJECTED = "rollout_corr/rollout_rs_masked_fraction"
+_TAIL = "rollout_corr/rollout_is_pareto_k"
+LOW_ESS = describe(ESS).lowest_healthy
+"""Share of the batch below which the weights waste more than the gap costs."""
+MUCH_REJECTED = describe(_REJECTED).highest_healthy
+HEAVY_TAIL = describe(_TAIL).highest_healthy
 _SECTION = "algorithm.rollout_correction"
 _LEVELS = {"token": "tokens", "sequence": "rows", "prefix": "prefixes", "geometric": "rows"}
 
@@ -64,7 +66,7 @@ def _low_ess(run: RunData) -> list[Statement]:
 
 
 def _rejected(run: RunData) -> list[Statement]:
-    rejected = _last(run, "rollout_corr/rollout_rs_masked_fraction")
+    rejected = _last(run, _REJECTED)
     if rejected is None or rejected.value <= MUCH_REJECTED:
         return []
     rules = {
@@ -98,7 +100,7 @@ def _rejected(run: RunData) -> list[Statement]:
 
 
 def _heavy_tail(run: RunData) -> list[Statement]:
-    tail = _last(run, "rollout_corr/rollout_is_pareto_k")
+    tail = _last(run, _TAIL)
     if tail is None or tail.value <= HEAVY_TAIL:
         return []
     return [
@@ -106,7 +108,7 @@ def _heavy_tail(run: RunData) -> list[Statement]:
             "correction",
             "few weights decide",
             "notice",
-            "The tail of the raw weights has shape k {k:.2f}: above 0.7 few rows decide every average",
+            f"The tail of the raw weights has shape k {{k:.2f}}: above {HEAVY_TAIL:g} few rows decide every average",
             {"k": tail.value},
             confidence="named" if tail.count > 1 else "likely",
             steps=tail.steps,
@@ -128,7 +130,7 @@ def _cost(run: RunData) -> Statement:
             sentence = "The correction cannot be told: neither weights nor gap were logged"
             return say("correction", "not measured", "unknown", sentence, {})
         return say("correction", "measures only", "good", "Nothing is weighted" + reach, evidence, steps=half.steps)
-    rejected = _last(run, "rollout_corr/rollout_rs_masked_fraction")
+    rejected = _last(run, _REJECTED)
     evidence["ess"] = ess.value
     unit = f" of the {_LEVELS[_level(run)]}" if _level(run) in _LEVELS else ""
     template = "The weights keep {ess:.1%}" + unit

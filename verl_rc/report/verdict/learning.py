@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from verl_rc.metrics.catalog import describe
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_part, mean_of
 from verl_rc.report.verdict.statement import Statement, say
@@ -21,10 +22,8 @@ CUT_OFF = 0.3
 """Share of responses at the length limit above which rewards say more about the limit than about answers."""
 LONGER = 1.5
 """Times the first length, from which on a reward that rises may be a reward for length."""
-TOO_FAR = 0.1
-"""Nats of ppo_kl in a step, above which updates are too large (the catalogue's healthy range ends there)."""
-CLIPPED = 0.3
-"""Share of clipped tokens with the same meaning."""
+_SIZES_OF_UPDATES = {"actor/ppo_kl": "ppo_kl", "actor/pg_clipfrac": "clipped share"}
+"""Metrics that leave their healthy range upwards where updates are too large, in words."""
 
 
 def judge_learning(run: RunData) -> list[Statement]:
@@ -109,10 +108,9 @@ def _deviation(values: Sequence[float]) -> float:
 def _what_came_before(run: RunData, best_step: int, evidence: dict[str, float]) -> tuple[str, tuple[str, ...]]:
     """Signs of updates that were too large, in words, and what to set; nothing where there is none."""
     signs = []
-    for name, bound, word in (("actor/ppo_kl", TOO_FAR, "ppo_kl"), ("actor/pg_clipfrac", CLIPPED, "clipped share")):
-        series = run.get(name)
-        largest = max(series.values, default=0.0)
-        if largest > bound:
+    for name, word in _SIZES_OF_UPDATES.items():
+        largest = max(run.get(name).values, default=0.0)
+        if largest > describe(name).highest_healthy:
             key = word.replace(" ", "_")
             evidence[key] = largest
             signs.append(f"{word} up to {{{key}:.2g}}")

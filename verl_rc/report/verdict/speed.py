@@ -7,7 +7,7 @@ from verl_rc.report.verdict.estimates import Mean, last_part, mean_of
 from verl_rc.report.verdict.statement import Statement, say
 
 IDLE = 0.25
-"""Share of a step in which no worker computes, above which it is said first (the catalogue calls up to 0.1 healthy)."""
+"""Share of a step in which no worker computes, above which it is said first: far beyond the healthy range."""
 _NOT_STAGES = {"step", "testing", "save_checkpoint"}
 
 
