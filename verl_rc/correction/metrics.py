@@ -130,9 +130,9 @@ def _log_ratio_metrics(numbers: Numbers, full: FullTotals[float], settings: Corr
 def misalignment_z(excess: Moments[float]) -> float | None:
     """``mean(rho - 1) / (std(rho) / sqrt(n))``: how many standard errors the mean raw ratio lies from 1.
 
-    Two proper distributions have a mean ratio of 1 however far they lie apart: lasting values beyond ±6 (a heavy tail alone
-    reaches 3) mean sampling filters that the trainer does not mirror, or log-probs of other tokens. 0 when all ratios are
-    exactly 1. None where there is no spread to compare with: fewer than two ratios, or all the same but not 1.
+    Two proper distributions have a mean ratio of 1 however far they lie apart: lasting values far from 0 mean sampling filters
+    that the trainer does not mirror, or log-probs of other tokens. 0 when all ratios are exactly 1. None where there is no
+    spread to compare with: fewer than two ratios, or all the same but not 1.
     """
     if excess.count >= 2 and excess.square == 0.0:
         return 0.0

@@ -19,21 +19,11 @@ from verl_rc.correction.histogram import bin_value
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs, SequenceContext
 from verl_rc.correction.totals import HeadSums, Mean, Quotient, Signatures
+from verl_rc.metrics.bounds import BOUNDS
 
-LAGS = (-2, -1, 0, 1, 2)
-"""Positions between a token and the rollout log-prob that is compared with its own."""
-POSITION_EDGES = (16, 256)
-"""Positions in the response at which the next bucket of logit noise begins."""
 SMALLEST_GRADIENTS = 1e-5
 """Below this, a sum of g is rounding error: g is 0 for certain tokens."""
-CONCENTRATED_SHARE = 0.01
-STANDARD_ERRORS = 6.0
-SHIFT_NATS = 0.05
-"""Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
-_HEAD = 8
-"""Positions that shifts and rounding are looked for in: they are everywhere if anywhere."""
-_LAST_BITS = (1 << 13) - 1
-"""Of float32: all 0 in one of 8,192 numbers, and in all numbers that were float16 or bfloat16 before."""
+_LAST_BITS = (1 << BOUNDS.rounded_bits) - 1
 
 
 def signature_sums(ratio: LogRatio, facts: SequenceContext) -> Signatures[Tensor]:
@@ -61,16 +51,16 @@ def _finite(values: Tensor, ratio: LogRatio) -> Tensor:
 
 
 def _by_position(values: Tensor) -> tuple[Tensor, ...]:
-    return tuple(sequence_sum(values[:, slice(*edges)]) for edges in pairwise((0, *POSITION_EDGES, None)))
+    return tuple(sequence_sum(values[:, slice(*edges)]) for edges in pairwise((0, *BOUNDS.position_edges, None)))
 
 
 def head_sums(log_probs: LogProbs) -> HeadSums[Tensor]:
     """What the first positions of all sequences ``[B]`` say of shifted and of rounded log-probs."""
-    head = LogProbs(*(values[:, :_HEAD] for values in (log_probs.train, log_probs.rollout, log_probs.response_mask)))
-    ratio, farthest = LogRatio.from_log_probs(head), max(LAGS)
+    head = LogProbs(*(values[:, : BOUNDS.head] for values in (log_probs.train, log_probs.rollout, log_probs.response_mask)))
+    ratio, farthest = LogRatio.from_log_probs(head), max(BOUNDS.lags)
     # [B, t, k]: for every position those around it, with zeros beyond both ends that count as no tokens.
     rollout, ones = (
-        pad(values, (farthest, farthest)).unfold(-1, len(LAGS), 1) for values in (ratio.train - ratio.values, ratio.ones)
+        pad(values, (farthest, farthest)).unfold(-1, len(BOUNDS.lags), 1) for values in (ratio.train - ratio.values, ratio.ones)
     )
     ones = ones * ratio.ones[..., None]
     distances = (ratio.train[..., None] - rollout).abs_().mul_(ones)
@@ -97,7 +87,7 @@ def signature_metrics(found: Signatures[float], head: HeadSums[float], log_ratio
         # Cauchy-Schwarz on E_mu[u] = E_pi[(1 / rho - 1) u], which holds for tokens drawn from the reported mu.
         distance = math.sqrt(max(_mean_reciprocal(log_ratios) - 1.0, 0.0))
         deviation = math.sqrt(max(Mean(squares, tokens).value - found.surprisal.value**2, 0.0))
-        metrics["surprisal_excess_bound"] = distance * deviation + STANDARD_ERRORS * found.surprisal.error
+        metrics["surprisal_excess_bound"] = distance * deviation + BOUNDS.z * found.surprisal.error
     if found.gradients is not None:
         parts = enumerate(zip(found.squares, found.gradients, strict=True))
         noise = {"logit_noise": (square, math.fsum(found.gradients))} | {f"position_{n}_logit_noise": part for n, part in parts}
@@ -113,15 +103,15 @@ def _mean_reciprocal(log_ratios: Sequence[float]) -> float:
 
 def _lag(lags: Sequence[Mean[float]]) -> int:
     """The shift that halves the mean distance; 0 if none does, or the distance is small."""
-    distances = {lag: mean.value for lag, mean in zip(LAGS, lags, strict=True) if mean.count}
+    distances = {lag: mean.value for lag, mean in zip(BOUNDS.lags, lags, strict=True) if mean.count}
     best = min(distances, key=lambda lag: distances[lag], default=0)
-    return best if distances and SHIFT_NATS < distances[0] > 2 * distances[best] else 0
+    return best if distances and BOUNDS.lag_distance < distances[0] > 2 * distances[best] else 0
 
 
 def concentration(log_ratios: Sequence[float]) -> float:
     """Share of the sum of squares that the largest 1 % of the log-ratios in a histogram have; 0 when all are 0."""
     largest = sorted(((bin_value(index) ** 2, count) for index, count in enumerate(log_ratios) if count), reverse=True)
-    left, found = CONCENTRATED_SHARE * math.fsum(log_ratios), 0.0
+    left, found = BOUNDS.largest_share * math.fsum(log_ratios), 0.0
     for square, count in largest:
         found, left = found + square * min(count, left), left - min(count, left)
     total = math.fsum(square * count for square, count in largest)

@@ -201,7 +201,7 @@ class HeadSums(Generic[T]):
     """What they leave in the first tokens of every sequence: it is everywhere if anywhere."""
 
     lags: tuple[Mean[T], ...]
-    """``|log pi_t - log mu_(t+k)|`` for every k in ``LAGS``."""
+    """``|log pi_t - log mu_(t+k)|`` for every k in ``BOUNDS.lags``."""
     rounded: Mean[T]
     """Rollout log-probs that fit into 16 bits, of those that are not 0."""
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.errors import listed
+from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import SendReceipt
 
@@ -89,7 +90,6 @@ def token_gaps(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor)
 # Limits of a first mean gap, nats, by the engine's least precise part: well above what rounding gave (0.016 with fp8
 # weights, 0.05 with an fp8 cache, docs/experiment_log.md), below what a missed update gives in fp32.
 _PLAUSIBLE_MEAN_GAP = {"float32": 1e-4, "float16": 7e-3, "bfloat16": 0.06, "fp8_weights": 0.3, "fp8_kv_cache": 0.9}
-_FACTOR_OVER_FIRST = 4.0
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class GapLimit:
             return calibrated
         # At least a quarter of the plausible gap: after a first gap that is small by chance, ordinary ones
         # would count as faults.
-        return min(self.plausible, max(_FACTOR_OVER_FIRST * gap.mean, self.plausible / 4))
+        return min(self.plausible, max(BOUNDS.far_above_floor * gap.mean, self.plausible / 4))
 
 
 def engine_precision(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:

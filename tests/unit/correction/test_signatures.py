@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, SequenceContext, compute_rollout_correction, measure
-from verl_rc.correction.signatures import LAGS, POSITION_EDGES, concentration
+from verl_rc.correction.signatures import concentration
 
 FULL = RolloutCorrectionConfig(diagnostics="full")
 PREFIX = "rollout_corr/"
@@ -69,11 +69,12 @@ def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, entropies: Tensor, squ
         some = [(pi - mu, 1 - 2 * math.exp(pi) + q) for t, pi, mu, _, q in tokens if low <= t < high]
         return math.sqrt(math.fsum(x * x for x, _ in some) / math.fsum(g for _, g in some)) if some else None
 
-    edges = itertools.pairwise((0, *POSITION_EDGES, math.inf))
+    edges = itertools.pairwise((0, 16, 256, math.inf))
     parts = {"logit_noise": noise(0, math.inf)} | {f"position_{n}_logit_noise": noise(*edge) for n, edge in enumerate(edges)}
     found |= {name: value for name, value in parts.items() if value is not None}
     distances = {
-        lag: [abs(r[t][0] - r[t + lag][1]) for r in rows for t in r if t < 8 and t + lag < 8 and t + lag in r] for lag in LAGS
+        lag: [abs(r[t][0] - r[t + lag][1]) for r in rows for t in r if t < 8 and t + lag < 8 and t + lag in r]
+        for lag in (-2, -1, 0, 1, 2)
     }
     means = {lag: statistics.fmean(values) for lag, values in distances.items() if values}
     best = min(means, key=lambda lag: means[lag])

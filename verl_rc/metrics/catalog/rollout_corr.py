@@ -3,7 +3,10 @@
 Log-ratio l = train − rollout log-prob; ρ = exp(l). Means run over response tokens or non-empty rows, before rejection.
 """
 
+from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.metrics.catalog.spec import Bounds, MetricSpec
+
+_NEAR_0: Bounds = (-BOUNDS.z, BOUNDS.z)
 
 _DISAGREEMENT: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("training_log_ppl", "nats", "mean over rows of −(row mean of the train log-prob)", None),
@@ -87,15 +90,20 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
         "misalignment_z",
         "1",
         "mean(ρ − 1) / (std(ρ) / √n) over tokens; 0 is expected however far two proper distributions lie apart: lasting values "
-        "beyond ±6 mean sampling filters that the trainer does not mirror, or log-probs of other tokens. 0 if all ρ are exactly "
-        "1; left out for fewer than two tokens, or where all ρ are the same but not 1",
-        (-6, 6),
+        f"beyond ±{BOUNDS.z:g} mean sampling filters that the trainer does not mirror, or log-probs of other tokens. 0 if all ρ "
+        "are exactly 1; left out for fewer than two tokens, or where all ρ are the same but not 1",
+        _NEAR_0,
     ),
-    ("misalignment_z_seq", "1", "the same over rows, of Π ρ: the standard error of a sample of independent rows", (-6, 6)),
+    ("misalignment_z_seq", "1", "the same over rows, of Π ρ: the standard error of a sample of independent rows", _NEAR_0),
     ("rollout_is_raw_{statistic}", "1", "mean, std, min or max of the weights before threshold, over tokens or rows", None),
     ("rollout_is_applied_{statistic}", "1", "mean, std, min or max of the weights after threshold, over tokens or rows", None),
     ("rollout_is_p{n}", "1", "percentile of the raw weights, from the histogram of the log-ratios", None),
-    ("rollout_is_pareto_k", "1", "shape of the tail of the raw weights; above 0.7 averages over them are unreliable", (-1, 0.7)),
+    (
+        "rollout_is_pareto_k",
+        "1",
+        "shape of the tail of the raw weights; above the healthy range averages over them are unreliable",
+        (-1, 0.7),
+    ),
     ("rollout_is_ess_raw_{level}", "1", "(Σw)² / (n Σw²) of the raw weights over tokens, rows or prompts", (0.3, 1)),
     ("rollout_is_ess_applied_{level}", "1", "(Σw)² / (n Σw²) of the applied weights over tokens, rows or prompts", (0.5, 1)),
     ("rollout_rs_{rule}_exclusive_fraction", "1", "share of response tokens that this rule alone rejects", None),
@@ -118,43 +126,56 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("turn_{n}_k3_kl", "nats", "mean of ρ − l − 1 over the tokens of this turn", None),
 )
 
+_AT_THE_HEAD = f"over the first {BOUNDS.head} positions"
 # H: entropy of the trainer's distribution at a token, Q: sum of its squared probabilities, p: probability of the token;
 # u = log p + H, g = 1 − 2p + Q. Standard errors are over rows.
 _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("missing_mass", "1", "1 − mean over tokens of ρ: 0 is expected if the tokens come from what the engine reports", None),
-    ("missing_mass_z", "1", "missing_mass in standard errors: above 6 mass is missing, below −6 there is too much", (-6, 6)),
+    (
+        "missing_mass_z",
+        "1",
+        f"missing_mass in standard errors: above {BOUNDS.z:g} mass is missing, below −{BOUNDS.z:g} there is too much",
+        _NEAR_0,
+    ),
     (
         "lag",
         "tokens",
-        "k of −2 to 2 for which the mean over tokens of |train log-prob at t − rollout log-prob at t + k| is smallest, if that "
-        "halves the one at 0 and that is above 0.05, else 0; over the first 8 positions",
+        f"k of −{-min(BOUNDS.lags)} to {max(BOUNDS.lags)} for which the mean over tokens of |train log-prob at t − rollout "
+        "log-prob at t + k| is smallest, if that halves the one at 0 and that is above "
+        f"{BOUNDS.lag_distance:g}, else 0; {_AT_THE_HEAD}",
         (0, 0),
     ),
     (
         "rounded_fraction",
         "1",
-        "share of the rollout log-probs other than 0 whose last 13 bits in float32 are 0, as after 16 bits; over the first 8 "
-        "positions",
+        f"share of the rollout log-probs other than 0 whose last {BOUNDS.rounded_bits} bits in float32 are 0, as after 16 bits; "
+        + _AT_THE_HEAD,
         (0, 0.5),
     ),
-    ("concentration", "1", "share of Σ l² in the 1 % of tokens with the largest |l|, from the histogram", None),
+    (
+        "concentration",
+        "1",
+        f"share of Σ l² in the {100 * BOUNDS.largest_share:g} % of tokens with the largest |l|, from the histogram",
+        None,
+    ),
     ("temperature_slope", "1", "κ = Σ l u / Σ u²: 1 − T/T′ if the engine's temperature is T′ instead of T", (-0.1, 0.1)),
-    ("temperature_r2", "1", "(Σ l u)² / (Σ u² Σ l²): the share of Σ l² that a temperature explains", (0, 0.3)),
+    ("temperature_r2", "1", "(Σ l u)² / (Σ u² Σ l²): the share of Σ l² that a temperature explains", (0, BOUNDS.temperature_r2)),
     ("temperature_z", "1", "temperature_slope in standard errors", None),
     ("surprisal_excess", "nats", "mean over tokens of −u: sampled tokens are less likely than the trainer expects", None),
     (
         "surprisal_excess_bound",
         "nats",
-        "√(mean(1/ρ) − 1) · standard deviation of u + 6 standard errors of surprisal_excess: the most it can be, up or down, "
-        "for tokens drawn from what the engine reports",
+        f"√(mean(1/ρ) − 1) · standard deviation of u + {BOUNDS.z:g} standard errors of surprisal_excess: the most it can be, up "
+        "or down, for tokens drawn from what the engine reports",
         None,
     ),
     ("logit_noise", "nats", "√(Σ l² / Σ g): independent noise on the logits that would make such a gap", (0, 0.15)),
-    ("logit_noise_floor", "nats", "mean of logit_noise in the first two steps of the run", (0, 0.15)),
+    ("logit_noise_floor", "nats", f"mean of logit_noise in the first {BOUNDS.floor_steps} steps of the run", (0, 0.15)),
     (
         "position_{n}_logit_noise",
         "nats",
-        "logit_noise of the tokens at one part of the response: it begins at position 0, 16, 256",
+        "logit_noise of the tokens at one part of the response: it begins at position "
+        + ", ".join(map(str, (0, *BOUNDS.position_edges))),
         None,
     ),
 )

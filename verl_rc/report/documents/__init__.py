@@ -1,9 +1,10 @@
 """Pages generated from the code: ``verl-rc docs`` writes them, ``verl-rc docs --check`` compares them."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from verl_rc.report.documents import configuration, metrics, migration, presets
+from verl_rc.report.documents import causes, configuration, metrics, migration, presets
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration.render,
@@ -15,11 +16,17 @@ PAGES: Mapping[str, Callable[[], str]] = {
 """What writes each page, by its path in a checkout."""
 
 
+TABLES: Mapping[str, Callable[[], str]] = {"docs/see_why.md": causes.render}
+"""What writes the table between two comments of a page that is written by hand, by the page's path."""
+
+_TABLE = re.compile(r"(?<=<!-- table written by verl-rc docs -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+
+
 def write_pages(root: Path) -> list[str]:
-    """Write the pages of the checkout ``root`` that are stale; returns their names."""
+    """Write what is stale in the pages of the checkout ``root``; returns their names."""
     stale = stale_pages(root)
     for name in stale:
-        (root / name).write_text(PAGES[name](), encoding="utf-8")
+        (root / name).write_text(_current(root, name), encoding="utf-8")
     return stale
 
 
@@ -29,9 +36,16 @@ def stale_pages(root: Path) -> list[str]:
     Raises ``ValueError`` when ``root`` is no checkout.
     """
     missing = sorted({str(root / Path(name).parent) for name in PAGES if not (root / name).parent.is_dir()})
+    missing += [str(root / name) for name in TABLES if not (root / name).is_file()]
     if missing:
         raise ValueError(f"generated pages belong to a checkout of the repository, which has {', '.join(missing)}")
-    return [name for name, render in PAGES.items() if _text_of(root / name) != render()]
+    return [name for name in (*PAGES, *TABLES) if _text_of(root / name) != _current(root, name)]
+
+
+def _current(root: Path, name: str) -> str:
+    if name in PAGES:
+        return PAGES[name]()
+    return _TABLE.sub(lambda _: TABLES[name](), (root / name).read_text(encoding="utf-8"))
 
 
 def _text_of(page: Path) -> str | None:

@@ -8,24 +8,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.report.verdict.statement import Statement, say
 
 PREFIX = "rollout_corr/"
-Z_BOUND = 6.0
-"""Standard errors. A heavy tail alone reaches 3."""
-SMALLEST_MASS = 1e-3
-"""Below this, rounding of float32 log-probs alone can be many standard errors from 0."""
-TEMPERATURE_Z, TEMPERATURE_R2, SMALLEST_SLOPE = 30.0, 0.3, 0.003
-"""A drifting policy sharpens too, but that explains 0.08 of the squared gap; 2 % of temperature beside fp8 weights 0.3."""
-RAW_R2, BANNED_R2 = 0.9, 0.3
-ALL_ROUNDED = 0.99
-CONCENTRATED = 0.9
-"""Share of the squared gap in 1 % of the tokens; rounding alone reaches 0.6."""
-ABOVE_FLOOR = 2.0
-"""A gap up to so many times the first one is rounding."""
-
 _ROLLOUT = "actor_rollout_ref.rollout"
 _NO_CORRECTION = "No correction repairs this."
+_MISALIGNED = f"|z| > {BOUNDS.z:g}, |missing mass| > {BOUNDS.missing_mass:g}"
+_MISSING = f"z > {BOUNDS.z:g}, missing mass > {BOUNDS.missing_mass:g}"
 _Z = ("missing_mass_z", "missing_mass")
 _SLOPE = ("temperature_slope", "temperature_r2")
 Step = Mapping[str, float]
@@ -41,13 +31,15 @@ class Cause:
     needs: tuple[str, ...]
     """Metrics without which nothing is claimed; medians of them, and what ``_derived`` adds, fill the sentence."""
     holds: Callable[[Step], bool]
+    condition: str
+    """``holds`` in words: z is missing_mass_z, R² temperature_r2."""
     sentence: str
     next_test: str
     overrides: tuple[str, ...] = ()
 
 
 def _is_misaligned(step: Step) -> bool:
-    return abs(step["missing_mass_z"]) > Z_BOUND and abs(step["missing_mass"]) > SMALLEST_MASS
+    return abs(step["missing_mass_z"]) > BOUNDS.z and abs(step["missing_mass"]) > BOUNDS.missing_mass
 
 
 def _misses_mass(step: Step, least: float, most: float) -> bool:
@@ -56,8 +48,8 @@ def _misses_mass(step: Step, least: float, most: float) -> bool:
 
 
 def _is_temperature(step: Step) -> bool:
-    is_clear = abs(step["temperature_z"]) > TEMPERATURE_Z and abs(step["temperature_slope"]) > SMALLEST_SLOPE
-    return is_clear and step["temperature_r2"] > TEMPERATURE_R2
+    is_clear = abs(step["temperature_z"]) > BOUNDS.temperature_z and abs(step["temperature_slope"]) > BOUNDS.temperature_slope
+    return is_clear and step["temperature_r2"] > BOUNDS.temperature_r2
 
 
 CAUSES = (
@@ -66,6 +58,7 @@ CAUSES = (
         "log-probs shifted",
         ("lag",),
         lambda step: step["lag"] != 0,
+        "lag is not 0",
         "The engine's log-prob of a token stands {lag:+.0f} positions from the token",
         f"Compare the ids that were sampled with those that were trained on. {_NO_CORRECTION}",
     ),
@@ -73,7 +66,8 @@ CAUSES = (
         3,
         "log-probs rounded",
         ("rounded_fraction",),
-        lambda step: step["rounded_fraction"] > ALL_ROUNDED,
+        lambda step: step["rounded_fraction"] > BOUNDS.rounded_fraction,
+        f"rounded fraction > {BOUNDS.rounded_fraction:g}",
         "{rounded_fraction:.1%} of the engine's log-probs have no more than 16 bits: they were rounded on their way",
         "Keep them in float32 from the engine to the trainer.",
     ),
@@ -81,7 +75,8 @@ CAUSES = (
         4,
         "raw log-probs at another temperature",
         (*_Z, *_SLOPE),
-        lambda step: _is_misaligned(step) and step["temperature_r2"] > RAW_R2,
+        lambda step: _is_misaligned(step) and step["temperature_r2"] > BOUNDS.raw_r2,
+        f"{_MISALIGNED}, R² > {BOUNDS.raw_r2:g}",
         "The engine samples at temperature {temperature:.2f} and reports log-probs at {other:.2f}: slope "
         "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap, z {missing_mass_z:.0f}",
         "Let it report the distribution that it samples from (verl: rollout.logprobs_mode=processed_logprobs). "
@@ -91,7 +86,8 @@ CAUSES = (
         5,
         "sampling filter not mirrored",
         (*_Z, *_SLOPE, "concentration"),
-        lambda step: _misses_mass(step, -1.0, BANNED_R2) and step["concentration"] <= CONCENTRATED,
+        lambda step: _misses_mass(step, -1.0, BOUNDS.temperature_r2) and step["concentration"] <= BOUNDS.concentration,
+        f"{_MISSING}, R² ≤ {BOUNDS.temperature_r2:g}, concentration ≤ {BOUNDS.concentration:g}",
         "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its probability, "
         "z {missing_mass_z:.0f}",
         f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {_NO_CORRECTION}",
@@ -101,7 +97,8 @@ CAUSES = (
         6,
         "token banned",
         (*_Z, *_SLOPE),
-        lambda step: _misses_mass(step, BANNED_R2, RAW_R2),
+        lambda step: _misses_mass(step, BOUNDS.temperature_r2, BOUNDS.raw_r2),
+        f"{_MISSING}, R² > {BOUNDS.temperature_r2:g} and ≤ {BOUNDS.raw_r2:g}",
         "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its probability is missing, most where "
         "others are unlikely (R² {temperature_r2:.2f}), z {missing_mass_z:.0f}",
         f"Look at min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. {_NO_CORRECTION}",
@@ -111,6 +108,7 @@ CAUSES = (
         "not the sampled tokens, or not their log-probs",
         _Z,
         _is_misaligned,
+        f"{_MISALIGNED}, else",
         "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z {missing_mass_z:.0f}",
         "Compare the ids that were sampled with those that were trained on: decode and encode, templates, a shift by one token. "
         + _NO_CORRECTION,
@@ -120,6 +118,7 @@ CAUSES = (
         "temperature",
         ("temperature_z", *_SLOPE),
         _is_temperature,
+        f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > {BOUNDS.temperature_r2:g}",
         "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope {temperature_slope:.3f}, "
         "which explains {temperature_r2:.0%} of the gap",
         f"Set both to one value; if they are equal, look for a repetition penalty. {_NO_CORRECTION}",
@@ -129,6 +128,7 @@ CAUSES = (
         "sampled from another distribution than reported",
         ("surprisal_excess", "surprisal_excess_bound"),
         lambda step: abs(step["surprisal_excess"]) > step["surprisal_excess_bound"],
+        "|surprisal excess| > its bound",
         "Sampled tokens have {surprisal_excess:+.3f} nats of surprisal beyond what the trainer expects, where "
         "{surprisal_excess_bound:.3f} are possible for what the engine reports: it samples from another distribution, though "
         "the log-probs agree",
@@ -140,8 +140,12 @@ CAUSES = (
         12,
         "few tokens are others than sampled",
         ("concentration", "logit_noise", "logit_noise_floor"),
-        lambda step: step["concentration"] > CONCENTRATED and step["logit_noise"] > ABOVE_FLOOR * step["logit_noise_floor"],
-        "1 % of the tokens make {concentration:.0%} of the squared gap, and logit noise is {logit_noise:.3f} after "
+        lambda step: (
+            step["concentration"] > BOUNDS.concentration and step["logit_noise"] > BOUNDS.above_floor * step["logit_noise_floor"]
+        ),
+        f"concentration > {BOUNDS.concentration:g}, logit noise > {BOUNDS.above_floor:g} times its floor",
+        f"{100 * BOUNDS.largest_share:g} %"
+        " of the tokens make {concentration:.0%} of the squared gap, and logit noise is {logit_noise:.3f} after "
         "{logit_noise_floor:.3f} at the start",
         "Compare the ids of the worst rows with the sampled ones: decode and encode, templates.",
     ),

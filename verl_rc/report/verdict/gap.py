@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.run_folder.foreign import rejects
-from verl_rc.report.verdict.cause import ABOVE_FLOOR, CAUSES, PREFIX, SIGNATURES, Z_BOUND, cause_of, statement_of
+from verl_rc.report.verdict.cause import CAUSES, PREFIX, SIGNATURES, cause_of, statement_of
 from verl_rc.report.verdict.estimates import (
     FEWEST_FOR_TREND,
     change_of,
@@ -25,8 +26,6 @@ from verl_rc.report.verdict.statement import Statement, say
 
 LINEAR = 0.8
 """r² above which a relation is called linear."""
-FAR_ABOVE_FLOOR = 4.0
-"""Above it something is wrong, whatever it is: the limit of a step's gap (``sync_proof``) is as many times the first one."""
 PINNED_SLOPE = 0.1
 """Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow growth of rounding."""
 _FEWEST_FOR_LAG = 20
@@ -153,9 +152,9 @@ def _missing_mass(run: RunData) -> list[Statement]:
         return []  # others measure kept tokens only: rejection alone moves their mean
     z = z_of_mean_ratio(run)
     for sign in (-1, 1):
-        count, first, last = lasting(z, lambda value, sign=sign: sign * value > Z_BOUND)  # type: ignore[misc]
+        count, first, last = lasting(z, lambda value, sign=sign: sign * value > BOUNDS.z)  # type: ignore[misc]
         if first >= 0:
-            beyond = [value for value in z.values if sign * value > Z_BOUND]
+            beyond = [value for value in z.values if sign * value > BOUNDS.z]
             evidence = {"z": sorted(beyond)[len(beyond) // 2], "count": count, "steps": len(z)}
             evidence["ratio"] = _mean_ratio(run, first, last)
             return [_below_one(run, evidence, (first, last)) if sign < 0 else _above_one(evidence, (first, last))]
@@ -190,8 +189,8 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
         confidence="named" if filters else "likely",
         steps=steps,
         next_test="Run ten steps without filters and with the log-probs of the distribution that is sampled (verl: "
-        "rollout.logprobs_mode=processed_logprobs). z within ±6 then: that was it. If not, look for banned tokens (min_tokens, "
-        "stop, ignore_eos, logit bias). No correction repairs this.",
+        f"rollout.logprobs_mode=processed_logprobs). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
+        "(min_tokens, stop, ignore_eos, logit bias). No correction repairs this.",
         overrides=(f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1"),
         row=5,
     )
@@ -238,7 +237,7 @@ def _staleness(run: RunData) -> list[Statement]:
         return []
     floor = mean_of(mapped(youngest[min(youngest)], lambda k3: math.sqrt(max(k3, 0.0))))
     oldest = max(youngest)
-    if floor is None or line.intercept + line.slope * oldest < ABOVE_FLOOR * floor.value:
+    if floor is None or line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
         return []
     evidence = {"slope": line.slope, "r": line.r_squared, "floor": floor.value, "oldest": oldest}
     evidence["at"] = line.intercept + line.slope * oldest
@@ -279,7 +278,7 @@ def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
     last, line = mean_of(last_part(gap)), fit_line(_policy_distance(run, gap.steps), gap.values)
     if len(gap) < FEWEST_FOR_TREND or last is None or line is None:
         return []
-    if line.r_squared <= LINEAR or line.slope < PINNED_SLOPE or last.value < ABOVE_FLOOR * gap.values[0]:
+    if line.r_squared <= LINEAR or line.slope < PINNED_SLOPE or last.value < BOUNDS.above_floor * gap.values[0]:
         return []
     evidence = {"first": gap.values[0], "last": last.value, "slope": line.slope, "r": line.r_squared}
     return [
@@ -315,7 +314,7 @@ def _one_version_late(run: RunData) -> list[Statement]:
     # Differences: a trend that both share says nothing about which causes which.
     line = fit_line([b[0] - a[0] for a, b in pairwise(pairs)], [b[1] - a[1] for a, b in pairwise(pairs)])
     typical = math.fsum(value for _, value in pairs) / len(pairs)
-    if line is None or line.slope <= 0 or line.r_squared <= LINEAR or typical < ABOVE_FLOOR * gap.values[0]:
+    if line is None or line.slope <= 0 or line.r_squared <= LINEAR or typical < BOUNDS.above_floor * gap.values[0]:
         return []
     evidence = {"gap": typical, "first": gap.values[0], "r": line.r_squared, "slope": line.slope}
     return [
@@ -339,7 +338,7 @@ def _size_of_gap(run: RunData) -> Statement:
     measures = _measures(run)
     for gap, unit in measures:
         change, first = change_of(gap), _at_the_start(gap)
-        if change is not None and change.is_clear and change.last.value > ABOVE_FLOOR * first:
+        if change is not None and change.is_clear and change.last.value > BOUNDS.above_floor * first:
             return _grown({"first": first, "gap": change.last.value}, unit, change.last.steps)
     return _rounding(*measures[0]) if measures else _not_measured(run)
 
@@ -359,7 +358,7 @@ def _grown(evidence: dict[str, float], unit: str, steps: tuple[int, int]) -> Sta
     return say(
         "gap",
         "grown, cause not separable by metrics",
-        "fault" if evidence["gap"] > FAR_ABOVE_FLOOR * evidence["first"] else "notice",
+        "fault" if evidence["gap"] > BOUNDS.far_above_floor * evidence["first"] else "notice",
         f"The gap has grown from {{first:.4f}} to {{gap:.4f}} {unit}; ages, updates and missing mass do not explain it",
         evidence,
         confidence="possible",

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
+from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.metrics.health import CauseEpisode, CauseHistory
 from verl_rc.report.verdict.cause import PREFIX, cause_of, statement_of
 
-FLOOR_STEPS = 2
-"""First steps whose logit noise is the floor of a run."""
 ENDED_AFTER = 3
 """Steps without a cause after which it has ended."""
 CAUSE = "alerts/cause"
@@ -23,9 +22,9 @@ def judge_causes(
     if f"{PREFIX}missing_mass" not in metrics:  # no signatures: not before the update where the actor corrects, or never
         return {}, {}, history
     first = history.first_noise
-    if f"{PREFIX}logit_noise" in metrics and len(first) < FLOOR_STEPS:
+    if f"{PREFIX}logit_noise" in metrics and len(first) < BOUNDS.floor_steps:
         first = (*first, metrics[f"{PREFIX}logit_noise"])
-    further = {FLOOR: sum(first) / FLOOR_STEPS} if len(first) == FLOOR_STEPS else {}
+    further = {FLOOR: sum(first) / BOUNDS.floor_steps} if len(first) == BOUNDS.floor_steps else {}
     seen = {name.removeprefix(PREFIX): value for name, value in {**metrics, **further}.items() if name.startswith(PREFIX)}
     cause, episodes, texts = cause_of(seen), dict(history.episodes), dict(_ended(history, step))
     for name in texts:

@@ -7,13 +7,13 @@ import pytest
 from recipe_arguments import ROOT
 
 from verl_rc import cli
-from verl_rc.report.documents import PAGES, stale_pages, write_pages
+from verl_rc.report.documents import PAGES, TABLES, stale_pages, write_pages
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The generated pages by themselves."""
-    for name in PAGES:
+    for name in (*PAGES, *TABLES):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
@@ -31,6 +31,14 @@ def test_a_page_that_is_stale_or_missing_is_written(checkout: Path) -> None:
     assert write_pages(checkout) == ["docs/metrics.md", "docs/presets.md"]
     assert stale_pages(checkout) == []
     assert (checkout / "docs/metrics.md").read_text() == (ROOT / "docs/metrics.md").read_text()
+
+
+def test_a_table_in_a_page_is_written_and_the_text_around_it_stays(checkout: Path) -> None:
+    page, text = checkout / "docs/see_why.md", (ROOT / "docs/see_why.md").read_text()
+    page.write_text(text.replace("| 2 | lag is not 0 |", "| 2 | lag is 0 |") + "By hand.\n")
+    assert stale_pages(checkout) == ["docs/see_why.md"]
+    assert write_pages(checkout) == ["docs/see_why.md"]
+    assert page.read_text() == text + "By hand.\n"
 
 
 def test_the_command_checks_and_writes(

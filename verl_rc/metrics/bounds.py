@@ -1,0 +1,47 @@
+"""Bounds of the gap's signatures: what each of them looks at, and from which value on it names a cause.
+
+They are stated here alone: ``verl_rc.correction.signatures`` measures with them and the causes of a gap are judged by them;
+formulas and healthy ranges of the catalogue, and the table of causes in docs/see_why.md, are filled from them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SignatureBounds:
+    """Numbers that several signatures or causes share; nats where nothing else is said."""
+
+    lags: tuple[int, ...] = (-2, -1, 0, 1, 2)
+    """Positions between a token and the rollout log-prob that is compared with its own."""
+    lag_distance: float = 0.05
+    """Mean distance of log-probs from which on a shift is looked for: nearly certain tokens are all alike."""
+    head: int = 8
+    """Positions of a response that shifts and rounding are looked for in: they are everywhere if anywhere."""
+    rounded_bits: int = 13
+    """Last bits of float32: all 0 in one of 8,192 numbers, and in all numbers that were float16 or bfloat16 before."""
+    rounded_fraction: float = 0.99
+    position_edges: tuple[int, ...] = (16, 256)
+    """Positions in the response at which the next bucket of logit noise begins."""
+    z: float = 6.0
+    """Standard errors. A heavy tail alone reaches 3."""
+    missing_mass: float = 1e-3
+    """Below this, rounding of float32 log-probs alone can be many standard errors from 0."""
+    temperature_z: float = 30.0
+    temperature_slope: float = 0.003
+    temperature_r2: float = 0.3
+    """A drifting policy sharpens too, but that explains 0.08 of the squared gap; 2 % of temperature beside fp8 weights 0.3."""
+    raw_r2: float = 0.9
+    """A temperature on one side alone explains more than this; a banned token less, and a sampling filter ``temperature_r2``."""
+    largest_share: float = 0.01
+    """Share of the tokens, those with the largest gap, that concentration looks at."""
+    concentration: float = 0.9
+    """Their share of the squared gap; rounding alone reaches 0.6."""
+    floor_steps: int = 2
+    """First steps of a run whose mean logit noise is its floor."""
+    above_floor: float = 2.0
+    """A gap up to so many times the first one is rounding."""
+    far_above_floor: float = 4.0
+    """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it, too."""
+
+
+BOUNDS = SignatureBounds()
