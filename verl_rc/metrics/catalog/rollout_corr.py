@@ -134,7 +134,8 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "missing_mass_z",
         "1",
-        f"missing_mass in standard errors: above {BOUNDS.z:g} mass is missing, below −{BOUNDS.z:g} there is too much",
+        f"missing_mass in standard errors: above {BOUNDS.z:g} mass is missing, below −{BOUNDS.z:g} there is too much; "
+        "misalignment_z, which tests ρ − 1, has the opposite sign",
         _NEAR_0,
     ),
     (

@@ -78,7 +78,7 @@ CAUSES = (
         lambda step: _is_misaligned(step) and step["temperature_r2"] > BOUNDS.raw_r2,
         f"{_MISALIGNED}, R² > {BOUNDS.raw_r2:g}",
         "The engine samples at temperature {temperature:.2f} and reports log-probs at {other:.2f}: slope "
-        "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap, z {missing_mass_z:.0f}",
+        "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap, z {z:.0f}",
         "Let it report the distribution that it samples from (verl: rollout.logprobs_mode=processed_logprobs). "
         + _NO_CORRECTION,
     ),
@@ -89,7 +89,7 @@ CAUSES = (
         lambda step: _misses_mass(step, -1.0, BOUNDS.temperature_r2) and step["concentration"] <= BOUNDS.concentration,
         f"{_MISSING}, R² ≤ {BOUNDS.temperature_r2:g}, concentration ≤ {BOUNDS.concentration:g}",
         "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its probability, "
-        "z {missing_mass_z:.0f}",
+        "z {z:.0f}",
         f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {_NO_CORRECTION}",
         (f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1"),
     ),
@@ -100,7 +100,7 @@ CAUSES = (
         lambda step: _misses_mass(step, BOUNDS.temperature_r2, BOUNDS.raw_r2),
         f"{_MISSING}, R² > {BOUNDS.temperature_r2:g} and ≤ {BOUNDS.raw_r2:g}",
         "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its probability is missing, most where "
-        "others are unlikely (R² {temperature_r2:.2f}), z {missing_mass_z:.0f}",
+        "others are unlikely (R² {temperature_r2:.2f}), z {z:.0f}",
         f"Look at min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. {_NO_CORRECTION}",
     ),
     Cause(
@@ -109,7 +109,7 @@ CAUSES = (
         _Z,
         _is_misaligned,
         f"{_MISALIGNED}, else",
-        "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z {missing_mass_z:.0f}",
+        "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z {z:.0f}",
         "Compare the ids that were sampled with those that were trained on: decode and encode, templates, a shift by one token. "
         + _NO_CORRECTION,
     ),
@@ -174,6 +174,7 @@ def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, flo
     derived = {"temperature": temperature}
     if "missing_mass" in evidence:
         derived["kept"] = 1 - evidence["missing_mass"]
+        derived["z"] = abs(evidence["missing_mass_z"])  # the sentence says on which side of 1 the mean ratio is
     if "temperature_slope" in evidence:
         derived["other"] = temperature / max(1 - evidence["temperature_slope"], 1e-3)
     return derived

@@ -99,7 +99,8 @@ def missing_mass(run: RunData) -> Series:
 def z_of_mean_ratio(run: RunData) -> Series:
     """By step the mean ratio less 1, in standard errors; from the moments where the run does not report it.
 
-    Over tokens: with every context given, ratios less 1 are uncorrelated when the tokens come from what was reported.
+    It is negative where mass is missing, as ``misalignment_z``. Over tokens: with every context given, ratios less 1 are
+    uncorrelated when the tokens come from what was reported.
     """
     if run.has("rollout_corr/misalignment_z"):
         return run.get("rollout_corr/misalignment_z")
@@ -154,7 +155,7 @@ def _missing_mass(run: RunData) -> list[Statement]:
     for sign in (-1, 1):
         count, first, last = lasting(z, lambda value, sign=sign: sign * value > BOUNDS.z)  # type: ignore[misc]
         if first >= 0:
-            beyond = [value for value in z.values if sign * value > BOUNDS.z]
+            beyond = [sign * value for value in z.values if sign * value > BOUNDS.z]
             evidence = {"z": sorted(beyond)[len(beyond) // 2], "count": count, "steps": len(z)}
             evidence["ratio"] = _mean_ratio(run, first, last)
             return [_below_one(run, evidence, (first, last)) if sign < 0 else _above_one(evidence, (first, last))]
