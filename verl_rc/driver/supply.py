@@ -1,19 +1,18 @@
 """Where a step's samples come from: sampled when the step begins, or beside the training of earlier steps."""
 
 import time
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from verl_rc.checkpoint import LengthTotals, RunState, SupplyState
+from verl_rc.checkpoint import RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import WHILE_WAITING
-from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.groups import Group, Sample, pack, unpack
+from verl_rc.data.groups import Group, Sample
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
@@ -30,12 +29,10 @@ from verl_rc.driver.scored_groups import decide, end_sample, join
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.ppo.admission import Admission, AdmissionState
+from verl_rc.driver.supply_progress import SupplyProgress, ages_to_come
+from verl_rc.ppo.admission import Admission
 from verl_rc.ppo.batch_metrics import version_metrics
-from verl_rc.ppo.guards import FailedGroups
-from verl_rc.ppo.number_ranges import NumberRanges
 from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
-from verl_rc.ppo.running_ledger import LedgerState, RunningLedger
 from verl_rc.ppo.step_time import WaitTotals
 from verl_rc.rewards import RewardError
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
@@ -78,26 +75,6 @@ class SynchronousSupply:
 
 
 @dataclass
-class _Progress:
-    """What changes in a supply, all of which a checkpoint holds."""
-
-    admission: Admission
-    ledger: RunningLedger
-    trained: LengthTotals = field(default_factory=LengthTotals)
-    dropped: LengthTotals = field(default_factory=LengthTotals)
-    failed: FailedGroups = field(default_factory=FailedGroups)
-    drawn: deque[tuple[int, PromptRow]] = field(default_factory=deque)
-    """Epoch and row of prompts that were drawn with others and not admitted yet."""
-    groups: dict[int, Group] = field(default_factory=dict)
-    """Open groups by number, ascending."""
-
-    @property
-    def num_kept(self) -> int:
-        """Groups that wait to be trained on."""
-        return sum(group.fate == "kept" for group in self.groups.values())
-
-
-@dataclass
 class _StepTotals:
     """What happened since the last step was closed."""
 
@@ -131,11 +108,11 @@ class AsynchronousSupply:
         options, batch = services.config.async_training, services.config.data.train_batch_size
         self._services, self._state, self._options = services, state, options
         admission = Admission(batch, options.trigger_parameter_sync_step, options.staleness, services.total_steps * batch)
-        self._now = _resumed(admission, services, state)
+        self._now = SupplyProgress.resumed(admission, services, state)
         self._now.admission = self._now.admission.publish(state.step)  # by ``train.start``, before anything is admitted
         late, oldest = options.max_off_policy_strategy, options.oldest
         if late == "wait":
-            oldest = max([oldest, *_ages_to_come(self._now.groups.values(), state.step, batch)])
+            oldest = max([oldest, *ages_to_come(self._now.groups.values(), state.step, batch)])
         if oldest > options.oldest:
             say("groups of the checkpoint are trained on first, up to %d steps old, the bound is %d", oldest, options.oldest)
         self._rule = ReplayRule(options.resolved_order, batch, oldest, late)
@@ -225,7 +202,7 @@ class AsynchronousSupply:
         if step == self._services.total_steps and now.admission.admitted == now.admission.replaced + (now.admission.total or 0):
             now.ledger.close_run()
         record.waits_in = "gen"
-        record.add({**self._open_metrics(), **_decided_metrics(since)})
+        record.add({**now.open_metrics(), **_decided_metrics(since)})
         if self._services.config.algorithm.filter_groups.enable:
             record.add(_filter_metrics(since, self._services.config.actor_rollout_ref.rollout.n))
         self._check_lengths(step)
@@ -233,15 +210,7 @@ class AsynchronousSupply:
         self._waits = self._waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
         if step == self._services.total_steps:
             say("%s", self._waits.advice(self._options))
-        return SupplyState(
-            now.admission.state(),
-            now.ledger.state(),
-            now.trained,
-            now.dropped,
-            now.failed,
-            tuple((epoch, row.row_index) for epoch, row in now.drawn),
-            pack(list(now.groups.values())),
-        )
+        return now.state()
 
     # groups on their way to the engines
 
@@ -469,24 +438,9 @@ class AsynchronousSupply:
 
     # what a step reports
 
-    def _length_ratio(self) -> float:
-        now = self._now
-        waiting = [group.num_sampled for group in now.groups.values() if group.is_whole]
-        sampled = LengthTotals(now.trained.tokens + now.dropped.tokens, now.trained.groups + now.dropped.groups)
-        sampled = sampled.add(sum(waiting), len(waiting))
-        return (now.trained.tokens / now.trained.groups) / (sampled.tokens / sampled.groups)
-
-    def _open_metrics(self) -> dict[str, float]:
-        whole = sum(group.is_whole for group in self._now.groups.values())
-        return {
-            "async/in_flight_groups": float(len(self._now.groups) - whole),
-            "async/whole_waiting_groups": float(whole),
-            "async/length_ratio": self._length_ratio(),
-        }
-
     def _check_lengths(self, step: int) -> None:
         """Alert once when what is trained on is longer or shorter than what is sampled."""
-        ratio = self._length_ratio()
+        ratio = self._now.length_ratio
         if self._alerted or step < _LENGTH_RATIO_STEPS or abs(ratio - 1) <= _LENGTH_RATIO_ERROR:
             return
         self._alerted = True
@@ -497,31 +451,6 @@ class AsynchronousSupply:
             "them.",
             step,
         )
-
-
-def _resumed(admission: Admission, services: Services, state: RunState) -> _Progress:
-    """Where the checkpoint's supply stood; what a synchronous run has trained counts as admitted and trained.
-
-    Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
-    """
-    saved = state.supply
-    if saved is None:
-        done = NumberRanges.from_numbers(range(state.step * admission.batch))
-        before = AdmissionState(state.step, len(done), 0, done.plain())
-        ledger = RunningLedger.from_state(LedgerState(len(done), {"trained": done.plain()}, 0))
-        return _Progress(admission.resumed(before), ledger)
-    try:
-        groups = {group.number: group for group in unpack(saved.groups, services.prompts.row)}
-        drawn = deque((epoch, services.prompts.row(index)) for epoch, index in saved.drawn)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    ledger = RunningLedger.from_state(saved.ledger)
-    return _Progress(admission.resumed(saved.admission), ledger, saved.trained, saved.dropped, saved.failed, drawn, groups)
-
-
-def _ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]:
-    """How old each of these groups, in order, will be in its step, when ``trained`` steps are done."""
-    return [trained + place // batch - group.version for place, group in enumerate(groups)]
 
 
 def _decided_metrics(since: _StepTotals) -> dict[str, float]:

@@ -27,6 +27,7 @@ from verl_rc.driver import train
 from verl_rc.driver.services import StoppedByAlertError
 from verl_rc.driver.setup import steps_of_run
 from verl_rc.driver.supply import AsynchronousSupply
+from verl_rc.driver.supply_progress import SupplyProgress
 from verl_rc.ppo.guards import TooManyFailedGroupsError
 from verl_rc.ppo.number_ranges import NumberRanges
 from verl_rc.rewards import RewardError, RewardOutput
@@ -646,7 +647,7 @@ def test_old_tokens_leave_the_loss_and_the_baseline_keeps_them(tmp_path: Path) -
 
 
 def test_lengths_that_differ_are_an_alert_after_twenty_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsynchronousSupply, "_length_ratio", lambda self: 0.95)
+    monkeypatch.setattr(SupplyProgress, "length_ratio", 0.95)
     run(tmp_path, OWN_DEVICES, world=World(), steps=22, **LEAD)
     alerts = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
     found = [one for one in alerts if "lengths" in one["title"]]

@@ -30,7 +30,8 @@ from verl_rc.driver.guards import check_mismatch, may_train
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import describe_batch, describe_correction, judge_gap, update_actor
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.supply import AsynchronousSupply, _age_metrics, _decided_metrics, _StepTotals
+from verl_rc.driver.supply import _age_metrics, _decided_metrics, _StepTotals
+from verl_rc.driver.supply_progress import SupplyProgress
 from verl_rc.driver.weights import judge_canary, pause_metrics, publish
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
@@ -38,6 +39,7 @@ from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.health import CauseEpisode, CauseHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
 from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
+from verl_rc.ppo.running_ledger import RunningLedger
 from verl_rc.ppo.train_batch import _rewards
 from verl_rc.report.verdict.live import judge_causes
 from verl_rc.rewards.sample import RewardOutput
@@ -826,10 +828,10 @@ def the_seventh_step_of_twelve_prompts_two_by_two():
 def groups_under_way():
     """Two groups of 6 tokens were trained on; of those under way one is whole and has 3, the others are being sampled."""
     groups = [SimpleNamespace(num_sampled=tokens, is_whole=tokens == 3) for tokens in (3, 1, 0)]
-    supply = object.__new__(AsynchronousSupply)
-    supply._now = SimpleNamespace(groups=dict(enumerate(groups)), trained=LengthTotals(2 * 6, 2), dropped=LengthTotals())
+    trained = LengthTotals(2 * 6, 2)
+    progress = SupplyProgress(None, RunningLedger(), trained=trained, groups=dict(enumerate(groups)))
     expected = {"in_flight_groups": 2, "whole_waiting_groups": 1, "length_ratio": 6 / ((2 * 6 + 3) / 3)}
-    return supply._open_metrics(), under("async/", expected)
+    return progress.open_metrics(), under("async/", expected)
 
 
 @pytest.mark.parametrize("worked", EXAMPLES, ids=lambda function: function.__name__)

@@ -1,0 +1,89 @@
+"""What of an asynchronous supply changes from step to step: a checkpoint holds all of it."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from verl_rc.checkpoint import LengthTotals, RunState, SupplyState
+from verl_rc.config.errors import ConfigError
+from verl_rc.data.dataset import PromptRow
+from verl_rc.data.groups import Group, pack, unpack
+from verl_rc.driver.services import Services
+from verl_rc.ppo.admission import Admission, AdmissionState
+from verl_rc.ppo.guards import FailedGroups
+from verl_rc.ppo.number_ranges import NumberRanges
+from verl_rc.ppo.running_ledger import LedgerState, RunningLedger
+
+
+@dataclass
+class SupplyProgress:
+    """Where the groups of a run are. Groups are mutable while they are sampled; other fields change by assignment."""
+
+    admission: Admission
+    ledger: RunningLedger
+    trained: LengthTotals = field(default_factory=LengthTotals)
+    dropped: LengthTotals = field(default_factory=LengthTotals)
+    failed: FailedGroups = field(default_factory=FailedGroups)
+    drawn: deque[tuple[int, PromptRow]] = field(default_factory=deque)
+    """Epoch and row of prompts that were drawn with others and not admitted yet."""
+    groups: dict[int, Group] = field(default_factory=dict)
+    """Open groups by number, ascending."""
+
+    @classmethod
+    def resumed(cls, admission: Admission, services: Services, state: RunState) -> "SupplyProgress":
+        """Where the checkpoint's supply stood; what a synchronous run has trained counts as admitted and trained.
+
+        Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
+        """
+        saved = state.supply
+        if saved is None:
+            done = NumberRanges.from_numbers(range(state.step * admission.batch))
+            before = AdmissionState(state.step, len(done), 0, done.plain())
+            ledger = RunningLedger.from_state(LedgerState(len(done), {"trained": done.plain()}, 0))
+            return cls(admission.resumed(before), ledger)
+        try:
+            groups = {group.number: group for group in unpack(saved.groups, services.prompts.row)}
+            drawn = deque((epoch, services.prompts.row(index)) for epoch, index in saved.drawn)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        ledger = RunningLedger.from_state(saved.ledger)
+        return cls(admission.resumed(saved.admission), ledger, saved.trained, saved.dropped, saved.failed, drawn, groups)
+
+    def state(self) -> SupplyState:
+        """What a checkpoint holds."""
+        return SupplyState(
+            self.admission.state(),
+            self.ledger.state(),
+            self.trained,
+            self.dropped,
+            self.failed,
+            tuple((epoch, row.row_index) for epoch, row in self.drawn),
+            pack(list(self.groups.values())),
+        )
+
+    @property
+    def num_kept(self) -> int:
+        """Groups that wait to be trained on."""
+        return sum(group.fate == "kept" for group in self.groups.values())
+
+    @property
+    def length_ratio(self) -> float:
+        """Mean tokens of a trained group over those of a sampled one, over the run so far."""
+        waiting = [group.num_sampled for group in self.groups.values() if group.is_whole]
+        sampled = LengthTotals(self.trained.tokens + self.dropped.tokens, self.trained.groups + self.dropped.groups)
+        sampled = sampled.add(sum(waiting), len(waiting))
+        return (self.trained.tokens / self.trained.groups) / (sampled.tokens / sampled.groups)
+
+    def open_metrics(self) -> dict[str, float]:
+        """Metrics of the groups that are open when a step ends."""
+        whole = sum(group.is_whole for group in self.groups.values())
+        return {
+            "async/in_flight_groups": float(len(self.groups) - whole),
+            "async/whole_waiting_groups": float(whole),
+            "async/length_ratio": self.length_ratio,
+        }
+
+
+def ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]:
+    """How old each of these groups, in order, will be in its step, when ``trained`` steps are done."""
+    return [trained + place // batch - group.version for place, group in enumerate(groups)]
