@@ -1,16 +1,14 @@
 """Where a step's samples come from: sampled when the step begins, or beside the training of earlier steps."""
 
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
 from verl_rc.checkpoint import RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import WHILE_WAITING
-from verl_rc.data.batches import RolloutBatch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, Sample
 from verl_rc.data.samples import Samples
@@ -29,6 +27,7 @@ from verl_rc.driver.scored_groups import decide, end_sample, join
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
+from verl_rc.driver.step_totals import StepTotals, age_metrics, require_ages
 from verl_rc.driver.supply_progress import SupplyProgress, ages_to_come
 from verl_rc.ppo.admission import Admission
 from verl_rc.ppo.batch_metrics import version_metrics
@@ -74,24 +73,6 @@ class SynchronousSupply:
         return None
 
 
-@dataclass
-class _StepTotals:
-    """What happened since the last step was closed."""
-
-    arrived: int = 0
-    """Tokens that came from the engines."""
-    tokens: Counter[str] = field(default_factory=Counter)
-    """Of groups that left the run untrained, by fate."""
-    groups: Counter[str] = field(default_factory=Counter)
-    """Groups that were decided, by fate."""
-    score: float = 0.0
-    """Sum of the mean scores of groups that were kept or filtered."""
-    longest_group: float = 0.0
-    """Seconds from a group's submission until it was whole, the longest."""
-    waited_for_oldest: float = 0.0
-    """Seconds in which there were groups enough for a batch, and older ones were waited for."""
-
-
 class AsynchronousSupply:
     """Groups are sampled beside training, up to k publications ahead, and trained on in the order of the replay rule.
 
@@ -126,7 +107,7 @@ class AsynchronousSupply:
         """By the engines' number of a request: number of its group, place of its sample there."""
         self._submitted_at: dict[int, float] = {}
         """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
-        self._since = _StepTotals()
+        self._since = StepTotals()
         self._filtered_since_batch = 0
         self._alerted = False
         self._waits, self._step_began = WaitTotals(), time.perf_counter()
@@ -155,13 +136,13 @@ class AsynchronousSupply:
         samples, baselines = join(self._services, groups)
         samples = with_component_scores(self._services, samples, record)
         ages = [step - 1 - group.version for group in groups]
-        _require_ages(ages, groups, self._rule.oldest)
+        require_ages(ages, groups, self._rule.oldest)
         now.trained = now.trained.add(sum(group.num_sampled for group in groups), len(groups))
         record.ledger.sampled(samples.num_tokens, prompts=len(groups))
         if baselines is not None:
             book_baselines(record, baselines.num_tokens, baselines.scores)
         record.add({"training/epoch": max(group.epoch for group in groups)})
-        record.add(_age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
+        record.add(age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
         record.add(version_metrics(samples.rollouts.policy_versions, samples.rollouts.response_mask, step - 1))
         record.add_records(reward_metrics(reward_outputs(samples)))
         describe_sampled(self._services, samples, samples.num_tokens, record)
@@ -191,7 +172,7 @@ class AsynchronousSupply:
         """
         WHILE_WAITING.work = None
         now, since, step = self._now, self._since, self._state.step + 1
-        self._since = _StepTotals()
+        self._since = StepTotals()
         filtered = since.tokens["filtered"]
         record.ledger.sampled(filtered, prompts=since.groups["filtered"])
         record.ledger.book({"filtered": filtered})
@@ -202,9 +183,9 @@ class AsynchronousSupply:
         if step == self._services.total_steps and now.admission.admitted == now.admission.replaced + (now.admission.total or 0):
             now.ledger.close_run()
         record.waits_in = "gen"
-        record.add({**now.open_metrics(), **_decided_metrics(since)})
+        record.add({**now.open_metrics(), **since.metrics()})
         if self._services.config.algorithm.filter_groups.enable:
-            record.add(_filter_metrics(since, self._services.config.actor_rollout_ref.rollout.n))
+            record.add(since.filter_metrics(self._services.config.actor_rollout_ref.rollout.n))
         self._check_lengths(step)
         elapsed = time.perf_counter() - self._step_began
         self._waits = self._waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
@@ -450,45 +431,4 @@ class AsynchronousSupply:
             f"{ratio:.3f}: groups are left out by their length. async_training.max_off_policy_strategy=wait trains on all of "
             "them.",
             step,
-        )
-
-
-def _decided_metrics(since: _StepTotals) -> dict[str, float]:
-    return {
-        "async/failed_groups": float(since.groups["failed"]),
-        "async/dropped_tokens": float(since.tokens["stale"]),
-        "async/wait_for_oldest_s": since.waited_for_oldest,
-    }
-
-
-def _filter_metrics(since: _StepTotals, samples: int) -> dict[str, float]:
-    """Of the groups that were decided in the step, whichever step trains on them."""
-    kept, filtered = since.groups["kept"], since.groups["filtered"]
-    metrics = {"training/filter_groups/evicted_samples": float(filtered * samples)}
-    if kept + filtered:
-        metrics["training/filter_groups/informative_ratio"] = kept / (kept + filtered)
-        metrics["training/filter_groups/sampled_score_mean"] = since.score / (kept + filtered)
-    return metrics
-
-
-def _age_metrics(
-    rollouts: RolloutBatch, ages: Sequence[int], current: int, bound: int, limit: int | None
-) -> dict[str, float]:
-    """Ages of the groups and of their tokens, with the share above ``limit``; the trainer's weights are version ``current``."""
-    token_ages = current - rollouts.policy_versions[rollouts.response_mask].double()
-    too_old = {} if limit is None else {"async/too_old_fraction": float((token_ages > limit).double().mean())}
-    return {
-        "async/group_age/max": float(max(ages)),
-        "async/group_age/bound": float(bound),
-        "async/token_age/mean": float(token_ages.mean()),
-        **too_old,
-    }
-
-
-def _require_ages(ages: Sequence[int], groups: Sequence[Group], oldest: int) -> None:
-    wrong = [(group.number, age) for group, age in zip(groups, ages, strict=True) if not 0 <= age <= oldest]
-    if wrong:
-        raise RuntimeError(
-            f"what a step trains on must be 0 to {oldest} steps old, but {len(wrong)} groups are not; the first (number, age): "
-            f"{wrong[:5]}."
         )

@@ -30,7 +30,7 @@ from verl_rc.driver.guards import check_mismatch, may_train
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import describe_batch, describe_correction, judge_gap, update_actor
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.supply import _age_metrics, _decided_metrics, _StepTotals
+from verl_rc.driver.step_totals import StepTotals, age_metrics
 from verl_rc.driver.supply_progress import SupplyProgress
 from verl_rc.driver.weights import judge_canary, pause_metrics, publish
 from verl_rc.losses import Aggregation, compute_policy_loss
@@ -468,14 +468,14 @@ def engine_against_trainer():
 def a_batch_that_was_sampled_ahead():
     versions, mask = torch.tensor([[4, 4, -1], [3, 3, 3]]), torch.tensor([[True, True, False], [True, True, True]])
     rollouts = SimpleNamespace(policy_versions=versions, response_mask=mask)
-    found = _age_metrics(rollouts, ages=[1, 2], current=5, bound=2, limit=1)
+    found = age_metrics(rollouts, ages=[1, 2], current=5, bound=2, limit=1)
     ages = {"async/group_age/max": 2, "async/group_age/bound": 2, "async/token_age/mean": (1 + 1 + 2 + 2 + 2) / 5}
     return found, {**ages, "async/too_old_fraction": 3 / 5}
 
 
 @example
 def groups_that_left_untrained():
-    found = _decided_metrics(_StepTotals(tokens=Counter(stale=12), groups=Counter(failed=1, stale=2), waited_for_oldest=1.5))
+    found = StepTotals(tokens=Counter(stale=12), groups=Counter(failed=1, stale=2), waited_for_oldest=1.5).metrics()
     return found, {"async/failed_groups": 1, "async/dropped_tokens": 12, "async/wait_for_oldest_s": 1.5}
 
 
