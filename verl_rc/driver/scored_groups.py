@@ -1,4 +1,4 @@
-"""From what engines returned to groups that are decided: parts, scores, and whether a group tells anything."""
+"""From whole groups to groups that are decided, by their scores, and to what a step trains on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from verl_rc.advantage.group_relative import informative_groups
-from verl_rc.data.batches import Completions, RolloutBatch
-from verl_rc.data.groups import Group, GroupScores, Sample, completions, joined_samples
-from verl_rc.data.parts import row_parts
+from verl_rc.data.batches import RolloutBatch
+from verl_rc.data.groups import Group, GroupScores, completions, joined_samples
 from verl_rc.data.samples import Samples
 from verl_rc.driver.sample import compared_values, decode, score_with_penalty
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rewards import RewardError
-from verl_rc.rollout.collect import build_rollout_batch, sampled_mask
+from verl_rc.rollout.collect import build_rollout_batch
 
 
 @dataclass(frozen=True)
@@ -25,25 +24,6 @@ class Baselines:
     scores: Tensor
     """float32 ``[prompts]``."""
     num_tokens: int
-
-
-def end_sample(sample: Sample, given: Completions, row: int, *, one_version: bool) -> None:
-    """Put a row of what the engines returned into its sample: the whole response, one part for each version that sampled it.
-
-    Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have sampled all tokens that
-    the sample lacks and did not. It lacks none when an update came while its tools were at work, and their answers left no room.
-    """
-    versions = given.policy_versions[row][sampled_mask(given)[row]]
-    found, lacking = set(versions.tolist()), set(versions[sample.num_sampled :].tolist())
-    if min(found) < 0 or (one_version and len(lacking) > 1) or not (lacking or given.tool_calls is not None):
-        wanted = "one version of the weights" if one_version else "known versions of the weights"
-        raise RuntimeError(
-            f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has tokens of "
-            f"{sorted(found)} (-1: none is known): an engine took an update under a running response."
-        )
-    sample.turns = row_parts(given, row)
-    sample.tool_calls = 0 if given.tool_calls is None else int(given.tool_calls[row])
-    sample.state, sample.finished = "ended", bool(given.finished[row])
 
 
 def decide(services: Services, groups: Sequence[Group]) -> list[Group | RewardError]:

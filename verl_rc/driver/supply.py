@@ -3,7 +3,6 @@
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Literal
 
 from verl_rc.checkpoint import RunState, SupplyState
@@ -14,16 +13,16 @@ from verl_rc.data.groups import Group, Sample
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
+from verl_rc.driver.group_requests import GroupRequests
 from verl_rc.driver.sample import (
     book_baselines,
     describe_sampled,
     reward_outputs,
     sample_batch,
-    sample_seed,
     too_few_informative,
     with_component_scores,
 )
-from verl_rc.driver.scored_groups import decide, end_sample, join
+from verl_rc.driver.scored_groups import decide, join
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -34,7 +33,6 @@ from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.step_time import WaitTotals
 from verl_rc.rewards import RewardError
-from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 
 _POLL_SECONDS = 0.05
 """Longest wait for one engine's next sample, while another engine may have ended some."""
@@ -99,14 +97,11 @@ class AsynchronousSupply:
         self._rule = ReplayRule(options.resolved_order, batch, oldest, late)
         self._cuts = options.cuts
         """Whether a publication cuts what is under way."""
+        self._requests = GroupRequests(services, one_version=not options.cuts)
         self._stepped: int | None = None
         """The version with which engines were last told to make steps."""
         self._canaries: list[list[int]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by engine."""
-        self._under_way: dict[int, tuple[int, int]] = {}
-        """By the engines' number of a request: number of its group, place of its sample there."""
-        self._submitted_at: dict[int, float] = {}
-        """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
         self._since = StepTotals()
         self._filtered_since_batch = 0
         self._alerted = False
@@ -120,7 +115,9 @@ class AsynchronousSupply:
             for number in range(now.admission.admitted, now.admission.admitted + count):
                 now.groups[number] = self._new_group(number, *self._next_prompt())
             now.admission, now.ledger = now.admission.admit(count), now.ledger.admit(count)
-            self._submit([group for number, group in now.groups.items() if not (group.is_whole or number in self._submitted_at)])
+            self._requests.submit(
+                [group for number, group in now.groups.items() if not (group.is_whole or self._requests.has_group(number))]
+            )
             if self._stepped != now.admission.published:
                 self._services.engines.begin_steps()
                 self._stepped = now.admission.published
@@ -153,7 +150,7 @@ class AsynchronousSupply:
         """Publish the weights of ``step``, whole responses once all that is under way has ended; returns the limit of the canary
         tokens' gap."""
         WHILE_WAITING.work = None
-        while self._under_way and not self._cuts:
+        while self._requests and not self._cuts:
             self._receive(record, version=step)
         # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could come with.
         rides = self._options.deterministic_steps is None and step < self._services.total_steps
@@ -208,31 +205,6 @@ class AsynchronousSupply:
         samples = [Sample(number, index, row.prompt_token_ids) for index in range(count)]
         return Group(number, row, epoch, number // self._rule.batch + 1, version, samples, attempt=attempt)
 
-    def _submit(self, groups: Sequence[Group]) -> None:
-        rollout, services = self._services.config.actor_rollout_ref.rollout, self._services
-        options = SamplingOptions.for_training(rollout, services.stop_token_ids)
-        missing = [(group, one) for group in groups for one in group.samples if one.state != "ended"]
-        sampled = [(group, one) for group, one in missing if one.index < rollout.n]
-        seeds = [
-            sample_seed(services, group.admitted_for_step, group.epoch, group.row, one.index, group.attempt)
-            for group, one in sampled
-        ]
-        greedy = [(group, one) for group, one in missing if one.index >= rollout.n]
-        self._request(sampled, seeds, options)
-        self._request(greedy, [0] * len(greedy), replace(options, temperature=0.0))
-        self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
-
-    def _request(self, samples: Sequence[tuple[Group, Sample]], seeds: Sequence[int], options: SamplingOptions) -> None:
-        if not samples:
-            return
-        requests = [
-            GenerationRequest(group.row.prompt_token_ids, seed, parts=one.turns, tool_calls=one.tool_calls)
-            for (group, one), seed in zip(samples, seeds, strict=True)
-        ]
-        numbers = self._services.engines.submit(requests, options)
-        places = [(group.number, one.index) for group, one in samples]
-        self._under_way |= dict(zip(numbers, places, strict=True))
-
     def _judge_canaries(self, record: StepRecord) -> None:
         """Those of the last publication: the trainer still holds its weights, and they have ended beside the batch."""
         if self._canaries:
@@ -263,16 +235,16 @@ class AsynchronousSupply:
         draw, sampled = self._services.config.data.prompts_per_draw, self._filtered_since_batch + found
         if 0 < options.max_num_gen_batches * draw <= sampled and found < batch:
             raise too_few_informative(self._services.config, step, found)
-        if not self._under_way:
+        if not self._requests:
             raise RuntimeError(
                 f"step {step} needs {batch} groups, but only {len(self._now.groups)} are admitted, and all of them have ended."
             )
 
     def _empty_shared_devices(self, record: StepRecord) -> None:
         """Engines that share the trainer's devices end what they have and sleep before a step is trained."""
-        if not (self._services.config.actor_rollout_ref.hybrid_engine and self._under_way):
+        if not (self._services.config.actor_rollout_ref.hybrid_engine and self._requests):
             return
-        while self._under_way:
+        while self._requests:
             self._receive(record, version=self._state.step)
         with record.stage("gen"), suppress(EnginesLostError):  # the samples are here; the next weight update replaces it
             self._services.engines.sleep()
@@ -288,7 +260,7 @@ class AsynchronousSupply:
             if self._options.deterministic_steps is None:
                 ended = weights.collect(self._services, self._state, _POLL_SECONDS, version, record)
             else:
-                ended = [number for number, (of_group, _) in self._under_way.items() if of_group in awaited]
+                ended = self._requests.of_groups(awaited)
                 weights.wait_for(self._services, self._state, ended, version, record)
             groups = self._file(ended)
             record.add_busy("gen", time.perf_counter() - began)
@@ -296,7 +268,7 @@ class AsynchronousSupply:
 
     def _receive_beside_training(self) -> None:
         """Decide what has ended while the trainer works, so that what replaces it begins at once."""
-        if not self._under_way or self._options.deterministic_steps is not None:
+        if not self._requests or self._options.deterministic_steps is not None:
             return
         try:
             ended = self._services.engines.collect(0.0)
@@ -315,32 +287,19 @@ class AsynchronousSupply:
         with record.stage("update_weights"):
             ended = weights.collect_parts(self._services, self._state, version, record)
             groups = self._file(ended)
-            for number, (of_group, place) in self._under_way.items():
-                sample = self._now.groups[of_group].samples[place]
-                before, (sample.turns, sample.tool_calls) = sample.num_sampled, self._services.engines.parts(number)
-                self._since.arrived += sample.num_sampled - before
+            self._since.arrived += self._requests.take_parts(self._now.groups)
         self._decide_whole(groups, record)
 
     def _file(self, numbers: Sequence[int]) -> list[Group]:
-        """Put what these requests gave into their samples, but for cancelled ones; returns the groups of these.
+        """Put what these requests gave into their samples; returns the groups of these.
 
         The group of a sample that failed fails with it.
         """
-        numbers = [number for number in numbers if number in self._under_way]
-        failures = self._services.engines.take_failures(numbers)
-        touched = {self._under_way[number][0] for number in numbers}
-        if ended := [number for number in numbers if number not in failures]:
-            given = self._services.engines.take(ended)
-        for row, number in enumerate(ended):
-            of_group, place = self._under_way.pop(number)
-            sample = self._now.groups[of_group].samples[place]
-            known = sample.num_sampled
-            end_sample(sample, given, row, one_version=not self._cuts)
-            self._since.arrived += sample.num_sampled - known
-        for number, why in failures.items():
-            if number in self._under_way:  # else the group failed with another sample
-                self._fail(self._now.groups[self._under_way.pop(number)[0]], why)
-        return [group for number, group in self._now.groups.items() if number in touched]
+        taken = self._requests.take(numbers, self._now.groups)
+        self._since.arrived += taken.num_tokens
+        for number, why in taken.failures.items():
+            self._fail(self._now.groups[number], why)
+        return [group for number, group in self._now.groups.items() if number in taken.groups]
 
     def _decide_whole(self, groups: Sequence[Group], record: StepRecord) -> None:
         if whole := [group for group in groups if group.is_whole]:
@@ -351,7 +310,7 @@ class AsynchronousSupply:
         with record.stage("reward"):
             decided = decide(self._services, groups)
         for group, found in zip(groups, decided, strict=True):
-            since.longest_group = max(since.longest_group, time.monotonic() - self._submitted_at.pop(group.number))
+            since.longest_group = max(since.longest_group, self._requests.close(group.number))
             if isinstance(found, RewardError):
                 self._fail(group, str(found))
                 continue
@@ -379,15 +338,14 @@ class AsynchronousSupply:
         self._since.tokens[fate] += tokens
         self._since.groups[fate] += len(groups)
         for number in numbers:
-            self._cancel(number)
+            self._requests.cancel(number)
             del now.groups[number]
 
     def _fail_late_groups(self) -> None:
         limit = self._options.group_timeout_seconds
         if limit is None:
             return
-        late = [number for number, began in self._submitted_at.items() if time.monotonic() - began > limit]
-        for number in late:
+        for number in self._requests.late_groups(limit):
             self._fail(
                 self._now.groups[number],
                 f"group {number} must end within async_training.group_timeout_seconds={limit:g}, but it did not.",
@@ -398,24 +356,15 @@ class AsynchronousSupply:
         now = self._now
         if group.attempt == 0:
             say("group %d failed and is sampled once more: %s", group.number, error)
-            self._cancel(group.number)
+            self._requests.cancel(group.number)
             self._since.tokens["failed"] += group.num_sampled
             again = now.groups[group.number] = self._new_group(group.number, group.epoch, group.row, attempt=1)
-            self._submit([again])
+            self._requests.submit([again])
             return
         say("group %d failed again and is replaced: %s", group.number, error)
         num_decided = len(now.admission.decided)
         self._leave([group], "failed")
         now.failed = now.failed.with_failure(num_decided, error)
-
-    def _cancel(self, number: int) -> None:
-        """Take back what is under way of a group."""
-        requests = [request for request, (of_group, _) in self._under_way.items() if of_group == number]
-        for request in requests:
-            del self._under_way[request]
-        self._submitted_at.pop(number, None)
-        if requests:
-            self._services.engines.cancel(requests)
 
     # what a step reports
 

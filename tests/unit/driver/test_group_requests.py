@@ -6,7 +6,7 @@ import torch
 from verl_rc.data.batches import Completions
 from verl_rc.data.groups import Sample
 from verl_rc.data.parts import Answer, Part
-from verl_rc.driver.scored_groups import end_sample
+from verl_rc.driver.group_requests import end_sample
 
 TOKENS = [11, 12, 90, 91, 13]
 

@@ -1,0 +1,143 @@
+"""Requests for the samples of groups: which of them the engines work on, and what comes back into the samples."""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from verl_rc.data.batches import Completions
+from verl_rc.data.groups import Group, Sample
+from verl_rc.data.parts import row_parts
+from verl_rc.driver.sample import sample_seed
+from verl_rc.driver.services import Services
+from verl_rc.rollout.collect import sampled_mask
+from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What requests that have ended brought."""
+
+    groups: frozenset[int]
+    """Numbers of the groups that they belong to."""
+    num_tokens: int
+    failures: Mapping[int, str]
+    """Why a sample failed, by the number of its group; the first where several did."""
+
+
+class GroupRequests:
+    """The requests that the engines work on, by the group and the place of the sample that each is for."""
+
+    def __init__(self, services: Services, *, one_version: bool) -> None:
+        """``one_version``: one version of the weights must sample all tokens of a response."""
+        self._services, self._one_version = services, one_version
+        self._places: dict[int, tuple[int, int]] = {}
+        """By the engines' number of a request: number of its group, place of its sample there."""
+        self._submitted_at: dict[int, float] = {}
+        """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
+
+    def __len__(self) -> int:
+        """Number of requests under way."""
+        return len(self._places)
+
+    def has_group(self, number: int) -> bool:
+        """Whether a group was submitted and is not closed."""
+        return number in self._submitted_at
+
+    def of_groups(self, numbers: Collection[int]) -> list[int]:
+        """The requests of these groups."""
+        return [request for request, (of_group, _) in self._places.items() if of_group in numbers]
+
+    def submit(self, groups: Sequence[Group]) -> None:
+        """Have the samples of these groups that have not ended sampled, from where they stand."""
+        rollout, services = self._services.config.actor_rollout_ref.rollout, self._services
+        options = SamplingOptions.for_training(rollout, services.stop_token_ids)
+        missing = [(group, one) for group in groups for one in group.samples if one.state != "ended"]
+        sampled = [(group, one) for group, one in missing if one.index < rollout.n]
+        seeds = [
+            sample_seed(services, group.admitted_for_step, group.epoch, group.row, one.index, group.attempt)
+            for group, one in sampled
+        ]
+        greedy = [(group, one) for group, one in missing if one.index >= rollout.n]
+        self._request(sampled, seeds, options)
+        self._request(greedy, [0] * len(greedy), replace(options, temperature=0.0))
+        self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
+
+    def _request(self, samples: Sequence[tuple[Group, Sample]], seeds: Sequence[int], options: SamplingOptions) -> None:
+        if not samples:
+            return
+        requests = [
+            GenerationRequest(group.row.prompt_token_ids, seed, parts=one.turns, tool_calls=one.tool_calls)
+            for (group, one), seed in zip(samples, seeds, strict=True)
+        ]
+        numbers = self._services.engines.submit(requests, options)
+        places = [(group.number, one.index) for group, one in samples]
+        self._places |= dict(zip(numbers, places, strict=True))
+
+    def take(self, numbers: Sequence[int], groups: Mapping[int, Group]) -> Taken:
+        """Put what these requests gave into the samples of ``groups``, but for cancelled ones."""
+        numbers = [number for number in numbers if number in self._places]
+        failed = self._services.engines.take_failures(numbers)
+        touched = frozenset(self._places[number][0] for number in numbers)
+        ended, num_tokens = [number for number in numbers if number not in failed], 0
+        given = self._services.engines.take(ended) if ended else None
+        for row, number in enumerate(ended):
+            assert given is not None
+            sample = self._sample(number, groups)
+            known = sample.num_sampled
+            end_sample(sample, given, row, one_version=self._one_version)
+            num_tokens += sample.num_sampled - known
+        failures: dict[int, str] = {}
+        for number, why in failed.items():
+            failures.setdefault(self._places[number][0], why)
+        for number in numbers:
+            del self._places[number]
+        return Taken(touched, num_tokens, failures)
+
+    def take_parts(self, groups: Mapping[int, Group]) -> int:
+        """Put what a publication cut into the samples of ``groups``; returns the number of tokens that are new."""
+        num_tokens = 0
+        for number in self._places:
+            sample = self._sample(number, groups)
+            before, (sample.turns, sample.tool_calls) = sample.num_sampled, self._services.engines.parts(number)
+            num_tokens += sample.num_sampled - before
+        return num_tokens
+
+    def _sample(self, number: int, groups: Mapping[int, Group]) -> Sample:
+        of_group, place = self._places[number]
+        return groups[of_group].samples[place]
+
+    def close(self, group: int) -> float:
+        """The group is whole; returns the seconds since it was submitted."""
+        return time.monotonic() - self._submitted_at.pop(group)
+
+    def late_groups(self, limit: float) -> list[int]:
+        """Groups that were submitted more than ``limit`` seconds ago."""
+        return [number for number, began in self._submitted_at.items() if time.monotonic() - began > limit]
+
+    def cancel(self, group: int) -> None:
+        """Take back what is under way of a group."""
+        requests = self.of_groups([group])
+        for request in requests:
+            del self._places[request]
+        self._submitted_at.pop(group, None)
+        if requests:
+            self._services.engines.cancel(requests)
+
+
+def end_sample(sample: Sample, given: Completions, row: int, *, one_version: bool) -> None:
+    """Put a row of what the engines returned into its sample: the whole response, one part for each version that sampled it.
+
+    Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have sampled all tokens that
+    the sample lacks and did not. It lacks none when an update came while its tools were at work, and their answers left no room.
+    """
+    versions = given.policy_versions[row][sampled_mask(given)[row]]
+    found, lacking = set(versions.tolist()), set(versions[sample.num_sampled :].tolist())
+    if min(found) < 0 or (one_version and len(lacking) > 1) or not (lacking or given.tool_calls is not None):
+        wanted = "one version of the weights" if one_version else "known versions of the weights"
+        raise RuntimeError(
+            f"every response must come from {wanted}, but sample {sample.index} of group {sample.number} has tokens of "
+            f"{sorted(found)} (-1: none is known): an engine took an update under a running response."
+        )
+    sample.turns = row_parts(given, row)
+    sample.tool_calls = 0 if given.tool_calls is None else int(given.tool_calls[row])
+    sample.state, sample.finished = "ended", bool(given.finished[row])
