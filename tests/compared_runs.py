@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from verl_rc.checkpoint import CheckpointStore, SavedRun, shards_problem
+from verl_rc.checkpoint import CheckpointStore, RunState, SavedRun, shards_problem
 from verl_rc.checkpoint.shard_folder import read_metadata
+from verl_rc.ppo.step_time import WaitTotals
 
 NOT_OF_THE_TRAINING = (
     *("timing_", "perf/", "sync/canary", "recovery/", "trainer/idle_ratio"),
     *("async/wait_for_oldest_s", "async/pause_seconds"),
 )
+
+
+def without_times(state: RunState) -> RunState:
+    """A state without the seconds that its steps took."""
+    return state if state.supply is None else replace(state, supply=replace(state.supply, waits=WaitTotals()))
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:
@@ -55,7 +61,7 @@ def differences(whole: Path, other: Path, last_step: int) -> list[str]:
         if expected.keys() != given.keys():
             found.append(f"step {step}: names of tensors")
         found += [f"step {step}: {name}" for name in expected if not torch.equal(expected[name], given[name])]
-        states = [asdict(SavedRun.load(folder).state) for folder in (one, two)]
+        states = [asdict(without_times(SavedRun.load(folder).state)) for folder in (one, two)]
         found += [f"step {step}: {key} of the run state" for key in states[0] if str(states[0][key]) != str(states[1][key])]
         samples = [(folder / "rollouts" / f"{step}.jsonl").read_bytes() for folder in (whole, other)]
         if samples[0] != samples[1]:

@@ -8,6 +8,7 @@ from pydantic import ConfigDict
 from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.guards import FailedGroups
 from verl_rc.ppo.running_ledger import LedgerState
+from verl_rc.ppo.step_time import WaitTotals
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class SupplyState:
     """Epoch and row index of the prompts that were drawn and not admitted yet."""
     groups: dict[str, Any] = field(default_factory=dict)
     """Open groups, packed (``data.groups.pack``): a file of its own holds them."""
+    filtered_since_batch: int = 0
+    """Groups that were filtered since the last batch was complete, for ``filter_groups.max_num_gen_batches``."""
+    waits: WaitTotals = field(default_factory=WaitTotals)
+    """Seconds for the advice at the end of the run."""
+    is_length_alert_sent: bool = False
+    """Whether an alert said that lengths trained on are not those sampled; it is sent once in a run."""
 
     @property
     def num_groups(self) -> int:

@@ -31,7 +31,6 @@ from verl_rc.driver.supply_progress import SupplyProgress, ages_to_come
 from verl_rc.ppo.admission import Admission
 from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
-from verl_rc.ppo.step_time import WaitTotals
 from verl_rc.rewards import RewardError
 
 _POLL_SECONDS = 0.05
@@ -103,9 +102,7 @@ class AsynchronousSupply:
         self._canaries: list[list[int]] = []
         """Requests for canary tokens that were published with the current version and not judged yet, by engine."""
         self._since = StepTotals()
-        self._filtered_since_batch = 0
-        self._alerted = False
-        self._waits, self._step_began = WaitTotals(), time.perf_counter()
+        self._step_began = time.perf_counter()
 
     def admit(self, record: StepRecord) -> None:
         """Draw as many prompts as the engines' version of the weights admits, and hand them over to be sampled."""
@@ -183,11 +180,11 @@ class AsynchronousSupply:
         record.add({**now.open_metrics(), **since.metrics()})
         if self._services.config.algorithm.filter_groups.enable:
             record.add(since.filter_metrics(self._services.config.actor_rollout_ref.rollout.n))
-        self._check_lengths(step)
+        self._alert_about_lengths(step)
         elapsed = time.perf_counter() - self._step_began
-        self._waits = self._waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
+        now.waits = now.waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
         if step == self._services.total_steps:
-            say("%s", self._waits.advice(self._options))
+            say("%s", now.waits.advice(self._options))
         return now.state()
 
     # groups on their way to the engines
@@ -222,7 +219,7 @@ class AsynchronousSupply:
                 self._leave([self._now.groups[number] for number in decision.dropped], "stale")
                 self.admit(record)
             if decision.numbers:
-                self._filtered_since_batch = 0
+                self._now.filtered_since_batch = 0
                 return decision.numbers
             self._require_more(step)
             is_enough, began = self._now.num_kept >= self._rule.batch, time.perf_counter()
@@ -232,7 +229,7 @@ class AsynchronousSupply:
     def _require_more(self, step: int) -> None:
         """Raise unless something can come that makes a batch for ``step``."""
         options, batch, found = self._services.config.algorithm.filter_groups, self._rule.batch, self._now.num_kept
-        draw, sampled = self._services.config.data.prompts_per_draw, self._filtered_since_batch + found
+        draw, sampled = self._services.config.data.prompts_per_draw, self._now.filtered_since_batch + found
         if 0 < options.max_num_gen_batches * draw <= sampled and found < batch:
             raise too_few_informative(self._services.config, step, found)
         if not self._requests:
@@ -322,7 +319,7 @@ class AsynchronousSupply:
             else:
                 now.admission = now.admission.keep([group.number])
                 since.groups["kept"] += 1
-        self._filtered_since_batch += len(filtered)
+        now.filtered_since_batch += len(filtered)
         self._leave(filtered, "filtered")
 
     def _leave(self, groups: Sequence[Group], fate: Literal["filtered", "failed", "stale"]) -> None:
@@ -368,12 +365,12 @@ class AsynchronousSupply:
 
     # what a step reports
 
-    def _check_lengths(self, step: int) -> None:
+    def _alert_about_lengths(self, step: int) -> None:
         """Alert once when what is trained on is longer or shorter than what is sampled."""
         ratio = self._now.length_ratio
-        if self._alerted or step < _LENGTH_RATIO_STEPS or abs(ratio - 1) <= _LENGTH_RATIO_ERROR:
+        if self._now.is_length_alert_sent or step < _LENGTH_RATIO_STEPS or abs(ratio - 1) <= _LENGTH_RATIO_ERROR:
             return
-        self._alerted = True
+        self._now.is_length_alert_sent = True
         self._services.tracker.alert(
             "lengths trained on are not those sampled",
             f"async/length_ratio must be within {_LENGTH_RATIO_ERROR:.0%} of 1 after {_LENGTH_RATIO_STEPS} steps, it is "

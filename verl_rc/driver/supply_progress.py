@@ -13,6 +13,7 @@ from verl_rc.ppo.admission import Admission, AdmissionState
 from verl_rc.ppo.guards import FailedGroups
 from verl_rc.ppo.number_ranges import NumberRanges
 from verl_rc.ppo.running_ledger import LedgerState, RunningLedger
+from verl_rc.ppo.step_time import WaitTotals
 
 
 @dataclass
@@ -28,6 +29,9 @@ class SupplyProgress:
     """Epoch and row of prompts that were drawn with others and not admitted yet."""
     groups: dict[int, Group] = field(default_factory=dict)
     """Open groups by number, ascending."""
+    filtered_since_batch: int = 0
+    waits: WaitTotals = field(default_factory=WaitTotals)
+    is_length_alert_sent: bool = False
 
     @classmethod
     def resumed(cls, admission: Admission, services: Services, state: RunState) -> "SupplyProgress":
@@ -47,7 +51,18 @@ class SupplyProgress:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         ledger = RunningLedger.from_state(saved.ledger)
-        return cls(admission.resumed(saved.admission), ledger, saved.trained, saved.dropped, saved.failed, drawn, groups)
+        return cls(
+            admission.resumed(saved.admission),
+            ledger,
+            saved.trained,
+            saved.dropped,
+            saved.failed,
+            drawn,
+            groups,
+            saved.filtered_since_batch,
+            saved.waits,
+            saved.is_length_alert_sent,
+        )
 
     def state(self) -> SupplyState:
         """What a checkpoint holds."""
@@ -59,6 +74,9 @@ class SupplyProgress:
             self.failed,
             tuple((epoch, row.row_index) for epoch, row in self.drawn),
             pack(list(self.groups.values())),
+            self.filtered_since_batch,
+            self.waits,
+            self.is_length_alert_sent,
         )
 
     @property

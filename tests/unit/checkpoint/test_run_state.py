@@ -19,6 +19,7 @@ from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
 from verl_rc.ppo.guards import FailedGroups, RewardHistory, StepScores
 from verl_rc.ppo.running_ledger import LedgerState
+from verl_rc.ppo.step_time import WaitTotals
 
 CONFIG: dict[str, Any] = {
     "data": {"train_batch_size": 3, "shuffle": True, "seed": 1, "train_files": ["a.parquet"]},
@@ -39,6 +40,9 @@ SUPPLY = SupplyState(
     failed=FailedGroups((3,), "no answer"),
     drawn=((1, 5), (1, 2)),
     groups={"groups": [], "token_ids": torch.tensor([3], dtype=torch.int32)},
+    filtered_since_batch=3,
+    waits=WaitTotals(4, 40.5, 0.1 + 0.2, 9.75),
+    is_length_alert_sent=True,
 )
 
 
@@ -152,7 +156,7 @@ def test_what_a_run_of_format_3_had_sampled_is_read(tmp_path: Path) -> None:
     edit(tmp_path / "run_state.json", format_version=3)
     edit_state(tmp_path, supply=before)
     found = SavedRun.load(tmp_path).state.supply
-    assert found == dataclasses.replace(SUPPLY, dropped=LengthTotals(), failed=FailedGroups(), drawn=())
+    assert found == SupplyState(SUPPLY.admission, SUPPLY.ledger, trained=SUPPLY.trained, groups=SUPPLY.groups)
     edit_state(tmp_path, supply={})
     assert SavedRun.load(tmp_path).state.supply is None
 

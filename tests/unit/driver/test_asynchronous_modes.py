@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from compared_runs import NOT_OF_THE_TRAINING
-from formula_run import Scorer, World, live, without_processes
+from formula_run import Scorer, World, live, prompt_stream, without_processes
 from small_models import small_run_config
 
 from verl_rc.checkpoint import RunState, SavedRun
@@ -28,6 +28,7 @@ from verl_rc.driver.services import StoppedByAlertError
 from verl_rc.driver.setup import steps_of_run
 from verl_rc.driver.supply import AsynchronousSupply
 from verl_rc.driver.supply_progress import SupplyProgress
+from verl_rc.ppo.admission import Admission
 from verl_rc.ppo.guards import TooManyFailedGroupsError
 from verl_rc.ppo.number_ranges import NumberRanges
 from verl_rc.rewards import RewardError, RewardOutput
@@ -96,6 +97,11 @@ def prompts(folder: Path, steps: Sequence[int]) -> list[str]:
 
 def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*"))
+
+
+def alerts(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "alerts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def of_column(folder: Path, name: str) -> list[float]:
@@ -649,10 +655,11 @@ def test_old_tokens_leave_the_loss_and_the_baseline_keeps_them(tmp_path: Path) -
 def test_lengths_that_differ_are_an_alert_after_twenty_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SupplyProgress, "length_ratio", 0.95)
     run(tmp_path, OWN_DEVICES, world=World(), steps=22, **LEAD)
-    alerts = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
-    found = [one for one in alerts if "lengths" in one["title"]]
+    found = [one for one in alerts(tmp_path) if "lengths" in one["title"]]
     assert [one["step"] for one in found] == [20]
     assert "async/length_ratio must be within 2% of 1 after 20 steps, it is 0.950" in found[0]["text"]
+    resume(tmp_path, tmp_path / "again", 21, OWN_DEVICES, world=World(), steps=22, **LEAD)
+    assert not [one for one in alerts(tmp_path / "again") if "lengths" in one["title"]]  # it was sent
 
 
 def test_the_end_says_how_long_the_trainer_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,6 +669,25 @@ def test_the_end_says_how_long_the_trainer_waited(tmp_path: Path, monkeypatch: p
     (line,) = [one for one in said if "waited" in one]
     assert line.startswith("the trainer waited for samples ")
     assert "with staleness_threshold=1" in line
+
+
+def test_a_resumed_run_goes_on_with_all_that_its_supply_had_counted(tmp_path: Path) -> None:
+    """What the end says of waiting is about the whole run, and dynamic sampling does not begin to count anew."""
+    mode: dict[str, Any] = {"staleness_threshold": 0.0, "trigger_parameter_sync_step": 2, "partial_rollout": False}
+    run(tmp_path / "whole", OWN_DEVICES, world=World(), **mode)
+    resume(tmp_path / "whole", tmp_path / "again", 2, OWN_DEVICES, world=World(), **mode)
+    supplies = [SavedRun.load(tmp_path / name / "global_step_4").state.supply for name in ("whole", "again")]
+    assert [supply.waits.steps for supply in supplies if supply is not None] == [4, 4]
+    checkpoint = tmp_path / "whole" / "global_step_2"
+    state = SavedRun.load(checkpoint).state
+    assert state.supply is not None
+    counted = dataclasses.replace(state, supply=dataclasses.replace(state.supply, filtered_since_batch=6))
+    services: Any = SimpleNamespace(prompts=prompt_stream())
+    saved = SupplyProgress.resumed(Admission(2), services, counted).state()
+    assert (saved.filtered_since_batch, saved.waits.steps) == (6, 2)
+    limit = "algorithm.filter_groups.max_num_gen_batches=3"
+    with pytest.raises(ValueError, match="max_num_gen_batches=3 batches of 2 prompts gave 0"):
+        run(tmp_path / "few", OWN_DEVICES, FILTER, limit, world=Slow(1), state=counted, checkpoint=checkpoint, **mode)
 
 
 # Resuming
