@@ -11,7 +11,7 @@ from verl_rc.driver.step_record import StepRecord
 from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.ledger import require_sampled_loss
 from verl_rc.ppo.train_batch import ScoredStep
-from verl_rc.report.verdict.live import CAUSE
+from verl_rc.report.verdict.cause import CAUSE
 
 
 def may_train(

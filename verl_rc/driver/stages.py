@@ -22,8 +22,7 @@ from verl_rc.ppo.control import Control
 from verl_rc.ppo.ledger import accounts_of_update
 from verl_rc.ppo.mini_batches import MiniBatchOptions, plan_mini_batches
 from verl_rc.ppo.train_batch import ScoredStep, critic_batch
-from verl_rc.report.verdict import live
-from verl_rc.report.verdict.cause import SIGNATURES
+from verl_rc.report.verdict import cause
 from verl_rc.rollout.sampling import request_seed
 from verl_rc.weight_sync.proof import LogProbGap
 from verl_rc.workers.updates import ActorReport, UpdateRequest
@@ -134,7 +133,7 @@ def describe_correction(services: Services, statistics: CorrectionStatistics, co
 def judge_causes(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
     """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with this step."""
     temperature = services.config.actor_rollout_ref.rollout.temperature
-    texts, further, causes = live.judge_causes(record.values, step, history.causes, temperature)
+    texts, further, causes = cause.judge_causes(record.values, step, history.causes, temperature)
     record.add(further)
     for name, text in texts.items():
         if text:
@@ -146,7 +145,7 @@ def judge_health(services: Services, history: HealthHistory, record: StepRecord,
     """Say which metrics of the step have left their healthy range; returns the history with this step."""
     complaints, history = health.judge_health(record.metrics(), step, history)
     # Of signatures the table of causes speaks, in words.
-    complaints = [one for one in complaints if one.name.removeprefix(health.WATCHED_PREFIX) not in SIGNATURES]
+    complaints = [one for one in complaints if one.name.removeprefix(health.WATCHED_PREFIX) not in cause.SIGNATURES]
     if complaints:
         services.tracker.alert(health.ALERT_TITLE, "\n".join(map(str, complaints)), step)
     return history

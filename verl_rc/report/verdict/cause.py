@@ -1,17 +1,22 @@
 """Causes of a gap as data: rows of the decision table in docs/see_why.md that the signatures of single steps speak to.
 
-The report and the alerts of a run read this one table, so that a cause has the same words in both. A rule sees the metrics of one
-step below ``rollout_corr/``; the first that holds names the cause, and speaks when it holds in two steps in a row.
+The report reads this table after a run and the alerts read it beside one (``judge_causes``), in the same words. A rule sees the
+metrics of one step below ``rollout_corr/``; the first that holds names the cause, and speaks when it holds in two steps in a row.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.metrics.health import CauseEpisode, CauseHistory
 from verl_rc.report.verdict.statement import Statement, say
 
 PREFIX = "rollout_corr/"
+ENDED_AFTER = 3
+"""Steps without a cause after which it has ended."""
+CAUSE = "alerts/cause"
+FLOOR = f"{PREFIX}logit_noise_floor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _NO_CORRECTION = "No correction repairs this."
 _MISALIGNED = f"|z| > {BOUNDS.z:g}, |missing mass| > {BOUNDS.missing_mass:g}"
@@ -178,3 +183,37 @@ def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, flo
     if "temperature_slope" in evidence:
         derived["other"] = temperature / max(1 - evidence["temperature_slope"], 1e-3)
     return derived
+
+
+def judge_causes(
+    metrics: Mapping[str, float], step: int, history: CauseHistory, temperature: float
+) -> tuple[dict[str, str], dict[str, float], CauseHistory]:
+    """What to say of a step: texts by cause, further metrics, and the history with this step.
+
+    ``temperature`` is that of the configuration, which sentences name.
+    """
+    if f"{PREFIX}missing_mass" not in metrics:  # no signatures: not before the update where the actor corrects, or never
+        return {}, {}, history
+    first = history.first_noise
+    if f"{PREFIX}logit_noise" in metrics and len(first) < BOUNDS.floor_steps:
+        first = (*first, metrics[f"{PREFIX}logit_noise"])
+    further = {FLOOR: sum(first) / BOUNDS.floor_steps} if len(first) == BOUNDS.floor_steps else {}
+    seen = {name.removeprefix(PREFIX): value for name, value in {**metrics, **further}.items() if name.startswith(PREFIX)}
+    cause, episodes, texts = cause_of(seen), dict(history.episodes), dict(_ended(history, step))
+    for name in texts:
+        del episodes[name]
+    if cause is not None:
+        before = episodes.get(cause.name, CauseEpisode(step, step))
+        speaks = before.last == step - 1
+        episodes[cause.name] = CauseEpisode(before.first, step, before.is_told or speaks)
+        if speaks and not before.is_told:
+            said = statement_of(cause, [seen], temperature)
+            texts[cause.name] = f"{said.sentence} (since step {before.first}). {said.next_test}"
+    holds = cause is not None and episodes[cause.name].is_told
+    return texts, {**further, CAUSE: float(holds)}, CauseHistory(episodes, first)
+
+
+def _ended(history: CauseHistory, step: int) -> Iterator[tuple[str, str]]:
+    for name, episode in history.episodes.items():
+        if step - episode.last >= ENDED_AFTER:
+            yield name, f"ended: seen from step {episode.first} to {episode.last}" if episode.is_told else ""

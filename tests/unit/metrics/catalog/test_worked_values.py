@@ -41,7 +41,7 @@ from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_
 from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
 from verl_rc.ppo.running_ledger import RunningLedger
 from verl_rc.ppo.train_batch import _rewards
-from verl_rc.report.verdict.live import judge_causes
+from verl_rc.report.verdict.cause import judge_causes
 from verl_rc.rewards.sample import RewardOutput
 from verl_rc.rollout.response import Interrupted
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec

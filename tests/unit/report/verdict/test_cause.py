@@ -12,9 +12,8 @@ from planted_series import SIGNS as HEALTHY
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.health import CauseEpisode, CauseHistory
-from verl_rc.report.verdict.cause import CAUSES, PREFIX, SIGNATURES, cause_of, statement_of
+from verl_rc.report.verdict.cause import CAUSES, PREFIX, SIGNATURES, cause_of, judge_causes, statement_of
 from verl_rc.report.verdict.gap import judge_gap
-from verl_rc.report.verdict.live import judge_causes
 
 FILTER = {"missing_mass": 0.038, "missing_mass_z": 80.0}  # top-p 0.95
 RAW = {"missing_mass": -0.2, "missing_mass_z": -60.0, "temperature_slope": 0.3, "temperature_r2": 0.97, "temperature_z": 400.0}
