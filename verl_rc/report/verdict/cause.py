@@ -18,9 +18,12 @@ ENDED_AFTER = 3
 CAUSE = "alerts/cause"
 FLOOR = f"{PREFIX}logit_noise_floor"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_NO_CORRECTION = "No correction repairs this."
+NO_CORRECTION = "No correction repairs this."
 _MISALIGNED = f"|z| > {BOUNDS.z:g}, |missing mass| > {BOUNDS.missing_mass:g}"
 _MISSING = f"z > {BOUNDS.z:g}, missing mass > {BOUNDS.missing_mass:g}"
+PROCESSED = "rollout.logprobs_mode=processed_logprobs"
+"""verl's key that has the engine report the distribution that it samples from."""
+NO_FILTERS = (f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1")
 _Z = ("missing_mass_z", "missing_mass")
 _SLOPE = ("temperature_slope", "temperature_r2")
 Step = Mapping[str, float]
@@ -65,7 +68,7 @@ CAUSES = (
         lambda step: step["lag"] != 0,
         "lag is not 0",
         "The engine's log-prob of a token stands {lag:+.0f} positions from the token",
-        f"Compare the ids that were sampled with those that were trained on. {_NO_CORRECTION}",
+        f"Compare the ids that were sampled with those that were trained on. {NO_CORRECTION}",
     ),
     Cause(
         3,
@@ -84,8 +87,7 @@ CAUSES = (
         f"{_MISALIGNED}, R² > {BOUNDS.raw_r2:g}",
         "The engine samples at temperature {temperature:.2f} and reports log-probs at {other:.2f}: slope "
         "{temperature_slope:.3f}, which explains {temperature_r2:.0%} of the gap, z {z:.0f}",
-        "Let it report the distribution that it samples from (verl: rollout.logprobs_mode=processed_logprobs). "
-        + _NO_CORRECTION,
+        f"Let it report the distribution that it samples from (verl: {PROCESSED}). {NO_CORRECTION}",
     ),
     Cause(
         5,
@@ -95,8 +97,8 @@ CAUSES = (
         f"{_MISSING}, R² ≤ {BOUNDS.temperature_r2:g}, concentration ≤ {BOUNDS.concentration:g}",
         "The engine samples from fewer tokens than the trainer counts: they hold {kept:.1%} of its probability, "
         "z {z:.0f}",
-        f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {_NO_CORRECTION}",
-        (f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1"),
+        f"Drop the filter (top_p, top_k, min_p), or mirror it in the trainer. {NO_CORRECTION}",
+        NO_FILTERS,
     ),
     Cause(
         6,
@@ -106,7 +108,7 @@ CAUSES = (
         f"{_MISSING}, R² > {BOUNDS.temperature_r2:g} and ≤ {BOUNDS.raw_r2:g}",
         "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its probability is missing, most where "
         "others are unlikely (R² {temperature_r2:.2f}), z {z:.0f}",
-        f"Look at min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. {_NO_CORRECTION}",
+        f"Look at min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. {NO_CORRECTION}",
     ),
     Cause(
         7,
@@ -116,7 +118,7 @@ CAUSES = (
         f"{_MISALIGNED}, else",
         "The log-probs do not belong to the sampled tokens: the mean ratio is {kept:.4f} instead of 1, z {z:.0f}",
         "Compare the ids that were sampled with those that were trained on: decode and encode, templates, a shift by one token. "
-        + _NO_CORRECTION,
+        + NO_CORRECTION,
     ),
     Cause(
         8,
@@ -126,7 +128,7 @@ CAUSES = (
         f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > {BOUNDS.temperature_r2:g}",
         "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope {temperature_slope:.3f}, "
         "which explains {temperature_r2:.0%} of the gap",
-        f"Set both to one value; if they are equal, look for a repetition penalty. {_NO_CORRECTION}",
+        f"Set both to one value; if they are equal, look for a repetition penalty. {NO_CORRECTION}",
     ),
     Cause(
         10,
@@ -137,9 +139,9 @@ CAUSES = (
         "Sampled tokens have {surprisal_excess:+.3f} nats of surprisal beyond what the trainer expects, where "
         "{surprisal_excess_bound:.3f} are possible for what the engine reports: it samples from another distribution, though "
         "the log-probs agree",
-        "Let the engine report the distribution that it samples from (verl: rollout.logprobs_mode=processed_logprobs), and turn "
-        "filters and penalties off. " + _NO_CORRECTION,
-        (f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1"),
+        f"Let the engine report the distribution that it samples from (verl: {PROCESSED}), and turn filters and penalties off. "
+        + NO_CORRECTION,
+        NO_FILTERS,
     ),
     Cause(
         12,
@@ -157,6 +159,11 @@ CAUSES = (
 )
 """In the order in which they are asked."""
 SIGNATURES = tuple(sorted({name for cause in CAUSES for name in cause.needs}))
+
+
+def cause_of_row(row: int) -> Cause:
+    """The cause in a row of the table."""
+    return next(cause for cause in CAUSES if cause.row == row)
 
 
 def cause_of(step: Step) -> Cause | None:

@@ -4,8 +4,8 @@ import math
 
 from verl_rc.metrics.catalog import describe
 from verl_rc.report.run_folder import RunData, Series
-from verl_rc.report.verdict.estimates import Mean, last_part, lasting, mapped, mean_of
-from verl_rc.report.verdict.statement import Statement, say
+from verl_rc.report.verdict.estimates import last_mean, last_part, lasting, mapped, mean_of
+from verl_rc.report.verdict.statement import Statement, literal, say
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 _REJECTED = "rollout_corr/rollout_rs_masked_fraction"
@@ -30,22 +30,18 @@ def half_life(run: RunData) -> Series:
     return mapped(Series([step for step, _ in kept], [value for _, value in kept]), lambda value: math.log(2) / (2 * value))
 
 
-def _last(run: RunData, name: str) -> Mean | None:
-    return mean_of(last_part(run.get(name)))
-
-
 def _level(run: RunData) -> str:
     return str(run.settings[f"{_SECTION}.rollout_is"]) if f"{_SECTION}.rollout_is" in run.settings else ""
 
 
 def _low_ess(run: RunData) -> list[Statement]:
-    ess = _last(run, ESS)
+    ess = last_mean(run, ESS)
     if ess is None or ess.value >= LOW_ESS:
         return []
     _, first, last = lasting(run.get(ESS), lambda value: value < LOW_ESS)
     evidence = {"ess": ess.value}
     template = "The weights leave {ess:.0%} of the batch"
-    half, length = mean_of(last_part(half_life(run))), _last(run, "response_length/mean")
+    half, length = mean_of(last_part(half_life(run))), last_mean(run, "response_length/mean")
     too_long = half is not None and length is not None and length.value > half.value and _level(run) in ("sequence", "")
     if half is not None and length is not None and too_long:
         evidence |= {"half": half.value, "length": length.value}
@@ -66,7 +62,7 @@ def _low_ess(run: RunData) -> list[Statement]:
 
 
 def _rejected(run: RunData) -> list[Statement]:
-    rejected = _last(run, _REJECTED)
+    rejected = last_mean(run, _REJECTED)
     if rejected is None or rejected.value <= MUCH_REJECTED:
         return []
     rules = {
@@ -79,8 +75,8 @@ def _rejected(run: RunData) -> list[Statement]:
     if rules:
         worst = max(rules, key=lambda rule: rules[rule])
         evidence["worst"] = rules[worst]
-        template += f", {{worst:.0%}} by {worst.replace('{', '').replace('}', '')}"
-    kept, dropped = _last(run, "rollout_corr/kept_score_mean"), _last(run, "rollout_corr/rejected_score_mean")
+        template += f", {{worst:.0%}} by {literal(worst)}"
+    kept, dropped = last_mean(run, "rollout_corr/kept_score_mean"), last_mean(run, "rollout_corr/rejected_score_mean")
     if kept is not None and dropped is not None:
         evidence |= {"kept": kept.value, "dropped": dropped.value}
         template += "; rejected rows score {dropped:.3g}, kept ones {kept:.3g}"
@@ -100,7 +96,7 @@ def _rejected(run: RunData) -> list[Statement]:
 
 
 def _heavy_tail(run: RunData) -> list[Statement]:
-    tail = _last(run, _TAIL)
+    tail = last_mean(run, _TAIL)
     if tail is None or tail.value <= HEAVY_TAIL:
         return []
     return [
@@ -118,8 +114,8 @@ def _heavy_tail(run: RunData) -> list[Statement]:
 
 
 def _cost(run: RunData) -> Statement:
-    ess = _last(run, ESS)
-    half, length = mean_of(last_part(half_life(run))), _last(run, "response_length/mean")
+    ess = last_mean(run, ESS)
+    half, length = mean_of(last_part(half_life(run))), last_mean(run, "response_length/mean")
     evidence: dict[str, float] = {}
     reach = ""
     if half is not None and length is not None:
@@ -130,7 +126,7 @@ def _cost(run: RunData) -> Statement:
             sentence = "The correction cannot be told: neither weights nor gap were logged"
             return say("correction", "not measured", "unknown", sentence, {})
         return say("correction", "measures only", "good", "Nothing is weighted" + reach, evidence, steps=half.steps)
-    rejected = _last(run, _REJECTED)
+    rejected = last_mean(run, _REJECTED)
     evidence["ess"] = ess.value
     unit = f" of the {_LEVELS[_level(run)]}" if _level(run) in _LEVELS else ""
     template = "The weights keep {ess:.1%}" + unit

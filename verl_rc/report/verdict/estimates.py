@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from verl_rc.report.run_folder import Series
+from verl_rc.report.run_folder import RunData, Series
 
 CONFIDENCE = 0.9
 _MOST_BLOCKS = 20
@@ -67,6 +67,11 @@ def last_part(series: Series, share: float = 0.1) -> Series:
     """The last tenth of a series, at least four steps; a third of a short one, at least one step."""
     start = len(series) - _part_size(len(series), share)
     return Series(series.steps[start:], series.values[start:])
+
+
+def last_mean(run: RunData, name: str) -> Mean | None:
+    """The mean of the last part of a metric; None where it was not logged."""
+    return mean_of(last_part(run.get(name)))
 
 
 def _part_size(length: int, share: float) -> int:

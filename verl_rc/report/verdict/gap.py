@@ -12,17 +12,19 @@ from itertools import pairwise
 from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.run_folder.foreign import rejects
-from verl_rc.report.verdict.cause import CAUSES, PREFIX, SIGNATURES, cause_of, statement_of
-from verl_rc.report.verdict.estimates import (
-    FEWEST_FOR_TREND,
-    change_of,
-    fit_line,
-    last_part,
-    lasting,
-    mapped,
-    mean_of,
+from verl_rc.report.verdict.cause import (
+    CAUSES,
+    NO_CORRECTION,
+    NO_FILTERS,
+    PREFIX,
+    PROCESSED,
+    SIGNATURES,
+    cause_of,
+    cause_of_row,
+    statement_of,
 )
-from verl_rc.report.verdict.statement import Statement, say
+from verl_rc.report.verdict.estimates import FEWEST_FOR_TREND, change_of, fit_line, last_part, lasting, mapped, mean_of
+from verl_rc.report.verdict.statement import Statement, literal, say
 
 LINEAR = 0.8
 """r² above which a relation is called linear."""
@@ -118,8 +120,13 @@ def z_of_mean_ratio(run: RunData) -> Series:
 def gap_size(run: RunData) -> Series:
     """sqrt(k3) by step, or the mean |log-ratio| where k3 was not logged; nats per token."""
     if run.has(_K3):
-        return mapped(run.get(_K3), lambda k3: math.sqrt(max(k3, 0.0)))
+        return mapped(run.get(_K3), _root)
     return run.get(_GAP)
+
+
+def _root(k3: float) -> float:
+    """The gap that a k3 belongs to; rounding may leave a k3 of 0 below it."""
+    return math.sqrt(max(k3, 0.0))
 
 
 def _not_finite(run: RunData) -> list[Statement]:
@@ -177,31 +184,31 @@ def _below_one(run: RunData, evidence: dict[str, float], steps: tuple[int, int])
     )
     template += ", z {z:.0f} ({count:.0f} of {steps:.0f} steps)"
     if filters:
-        template += f"; {' '.join(filters).replace('{', '{{').replace('}', '}}')} is not mirrored by the trainer"
+        template += f"; {literal(' '.join(filters))} is not mirrored by the trainer"
         template += ": it keeps {kept:.1%} of the mass" if known else ""
     elif known:
         template += ". A sampling filter that the trainer does not mirror would keep {kept:.1%} of the mass"
     return say(
         "gap",
-        "sampling filter not mirrored" if filters else "sampling filter, banned token or raw log-probs",
+        cause_of_row(5).name if filters else "sampling filter, banned token or raw log-probs",
         "fault",
         template,
         evidence,
         confidence="named" if filters else "likely",
         steps=steps,
         next_test="Run ten steps without filters and with the log-probs of the distribution that is sampled (verl: "
-        f"rollout.logprobs_mode=processed_logprobs). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens "
-        "(min_tokens, stop, ignore_eos, logit bias). No correction repairs this.",
-        overrides=(f"{_ROLLOUT}.top_p=1.0", f"{_ROLLOUT}.top_k=-1"),
+        f"{PROCESSED}). z within ±{BOUNDS.z:g} then: that was it. If not, look for banned tokens (min_tokens, stop, ignore_eos, "
+        f"logit bias). {NO_CORRECTION}",
+        overrides=NO_FILTERS,
         row=5,
     )
 
 
 def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
-    known = not math.isnan(evidence["ratio"])
+    known, cause = not math.isnan(evidence["ratio"]), cause_of_row(7)
     return say(
         "gap",
-        "not the sampled tokens, or not their log-probs",
+        cause.name,
         "fault",
         "The log-probs do not belong to the sampled tokens: the mean ratio is "
         + ("{ratio:.4f} instead of 1" if known else "above 1")
@@ -209,9 +216,8 @@ def _above_one(evidence: dict[str, float], steps: tuple[int, int]) -> Statement:
         evidence,
         confidence="likely",
         steps=steps,
-        next_test="Compare the ids that were sampled with those that were trained on: decode and encode, templates, a shift by "
-        "one token. No correction repairs this.",
-        row=7,
+        next_test=cause.next_test,
+        row=cause.row,
     )
 
 
@@ -232,11 +238,11 @@ def _staleness(run: RunData) -> list[Statement]:
         if age.isdecimal():
             youngest[int(age)] = series
             ages += [float(age)] * len(series)
-            gaps += [math.sqrt(max(value, 0.0)) for value in series.values]
+            gaps += map(_root, series.values)
     line = fit_line(ages, gaps) if len(youngest) > 1 and len(ages) >= _FEWEST_POINTS_OF_AGES else None
     if line is None or line.r_squared <= LINEAR or line.slope <= 0:
         return []
-    floor = mean_of(mapped(youngest[min(youngest)], lambda k3: math.sqrt(max(k3, 0.0))))
+    floor = mean_of(mapped(youngest[min(youngest)], _root))
     oldest = max(youngest)
     if floor is None or line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
         return []
@@ -265,7 +271,7 @@ def _policy_distance(run: RunData, steps: Sequence[int]) -> list[float]:
     total, distances = 0.0, []
     for step in steps:
         distances.append(total)
-        total += math.sqrt(2 * max(moved.get(step, 0.0), 0.0))
+        total += _root(2 * moved.get(step, 0.0))
     return distances
 
 
@@ -293,7 +299,7 @@ def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
             confidence="named",
             steps=(gap.steps[0], gap.steps[-1]),
             next_test="Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary compares log-probs at "
-            "every update with canary_freq=1. No correction repairs this.",
+            "every update with canary_freq=1. " + NO_CORRECTION,
             overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",),
             row=18,
         )
@@ -306,7 +312,7 @@ def _one_version_late(run: RunData) -> list[Statement]:
         return []
     gap, moved = gap_size(run), run.get("actor/ppo_kl").by_step()
     pairs = [
-        (math.sqrt(2 * max(moved[before], 0.0)), value)
+        (_root(2 * moved[before]), value)
         for (before, _), (step, value) in pairwise(zip(gap.steps, gap.values, strict=True))
         if before in moved and step == before + 1
     ]
@@ -346,7 +352,7 @@ def _size_of_gap(run: RunData) -> Statement:
 
 def _measures(run: RunData) -> list[tuple[Series, str]]:
     """The gap by step in each of the ways in which it was logged, with its unit."""
-    root = mapped(run.get(_K3), lambda k3: math.sqrt(max(k3, 0.0)))
+    root = mapped(run.get(_K3), _root)
     measures = [(run.get(_GAP), "nats per token (mean |log-ratio|)"), (root, "nats per token (sqrt(k3))")]
     return [(series, unit) for series, unit in measures if len(series)]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from verl_rc.metrics.catalog import describe
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.verdict.estimates import FEWEST_FOR_TREND, Change, change_of, last_part, mean_of
-from verl_rc.report.verdict.statement import Statement, say
+from verl_rc.report.verdict.statement import Statement, literal, say
 
 _SCORE = "critic/score/mean"
 _VALIDATION = re.compile(r"val-core/(.+)/(acc|reward)/mean@\d+")
@@ -215,11 +215,11 @@ def _progress(run: RunData) -> Statement:
         ends = _ends(series)
         if ends is not None:
             evidence |= {f"validation_{number}_first": ends.first.value, f"validation_{number}_last": ends.last.value}
-            parts.append(f"validation {_plain(name)} {{validation_{number}_first:.3f}} to {{validation_{number}_last:.3f}}")
+            parts.append(f"validation {literal(name)} {{validation_{number}_first:.3f}} to {{validation_{number}_last:.3f}}")
             improved = ends.difference > 0 if improved is None else improved
         else:
             evidence[f"validation_{number}"] = series.values[-1]
-            parts.append(f"validation {_plain(name)} {{validation_{number}:.3f}}, once")
+            parts.append(f"validation {literal(name)} {{validation_{number}:.3f}}, once")
     score = run.get(_SCORE)
     change, steps = change_of(score), None
     if change is not None:
@@ -239,8 +239,3 @@ def _progress(run: RunData) -> Statement:
         return say("learning", cause, "good", said, evidence, steps=steps)
     test = "Look at the share of prompts whose samples differ in reward: without any there is no gradient."
     return say("learning", cause, "notice", said, evidence, steps=steps, next_test=test)
-
-
-def _plain(name: str) -> str:
-    """A name that may stand in a template."""
-    return name.replace("{", "{{").replace("}", "}}")

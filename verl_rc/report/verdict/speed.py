@@ -3,8 +3,8 @@
 import math
 
 from verl_rc.report.run_folder import RunData
-from verl_rc.report.verdict.estimates import Mean, last_part, mean_of
-from verl_rc.report.verdict.statement import Statement, say
+from verl_rc.report.verdict.estimates import last_mean, last_part
+from verl_rc.report.verdict.statement import Statement, literal, say
 
 IDLE = 0.25
 """Share of a step in which no worker computes, above which it is said first: far beyond the healthy range."""
@@ -13,7 +13,7 @@ _NOT_STAGES = {"step", "testing", "save_checkpoint"}
 
 def judge_speed(run: RunData) -> list[Statement]:
     """The largest stage, tokens per second, and idle time where there is much."""
-    seconds = _last(run, "timing_s/step")
+    seconds = last_mean(run, "timing_s/step")
     if seconds is None:
         return [say("speed", "not measured", "unknown", "Speed cannot be told: no times were logged", {})]
     evidence = {"seconds": seconds.value}
@@ -22,12 +22,12 @@ def judge_speed(run: RunData) -> list[Statement]:
     if stages and seconds.value > 0:
         largest = max(stages, key=lambda stage: stages[stage])
         evidence["share"] = min(1.0, stages[largest] / seconds.value)
-        template += f", {{share:.0%}} of it {largest.replace('{', '').replace('}', '')}"
-    tokens = _last(run, "perf/throughput")
+        template += f", {{share:.0%}} of it {literal(largest)}"
+    tokens = last_mean(run, "perf/throughput")
     if tokens is not None:
         evidence["tokens"] = tokens.value
         template += ", {tokens:,.0f} tokens per second and device"
-    idle = _last(run, "perf/overhead_fraction")
+    idle = last_mean(run, "perf/overhead_fraction")
     if idle is None or idle.value <= IDLE:
         if idle is not None:
             evidence["idle"] = idle.value
@@ -58,7 +58,3 @@ def stage_seconds(run: RunData) -> dict[str, float]:
             within = series.between(part.steps[0], part.steps[-1]) if len(part) else series
             stages[stage] = math.fsum(within.values) / max(1, len(part))
     return stages
-
-
-def _last(run: RunData, name: str) -> Mean | None:
-    return mean_of(last_part(run.get(name)))

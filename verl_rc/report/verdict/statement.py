@@ -62,6 +62,11 @@ class Statement:
         }
 
 
+def literal(text: str) -> str:
+    """A text of the run, for instance the name of a metric, as part of a template."""
+    return text.replace("{", "{{").replace("}", "}}")
+
+
 def say(topic: Topic, cause: str, level: Level, template: str, evidence: Mapping[str, float], **further: Any) -> Statement:
     """A statement whose sentence is ``template`` filled with ``evidence``; ``further``: the other fields."""
     return Statement(topic, cause, level, template.format(**evidence), dict(evidence), **further)
