@@ -15,7 +15,7 @@ from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.open_responses import OpenResponses
 from verl_rc.rollout.response import Ended
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.tool_calls import ToolCall
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
@@ -88,7 +88,7 @@ class FaultyEngine(RolloutEngine):
             super().reset_prefix_cache()
             self.cache_resets += 1
 
-    def submit(self, samples: Sequence[Sample]) -> None:
+    def submit(self, samples: Sequence[QueuedSample]) -> None:
         super().submit([replace(sample, options=self._options_of(sample.options)) for sample in samples])
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:

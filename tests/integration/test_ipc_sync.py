@@ -21,7 +21,7 @@ from verl_rc.cluster.environment import engine_environment
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import row_parts
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
@@ -184,13 +184,14 @@ def test_a_bucket_that_is_left_out_is_found(model: Any, sender: WeightSender, en
         check_receipts(sender.manifest, sender.release(), [receipts(engine.call("finish_update", 5))], 5)
 
 
-def samples(count: int, first: int = 0) -> list[Sample]:
+def samples(count: int, first: int = 0) -> list[QueuedSample]:
     """Of different lengths and seeds, on eight prompts of which the longest fills more than one block."""
     sampling = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=WIDTH, stop_token_ids=(), ignore_eos=True)
-    return [
-        Sample(number, GenerationRequest(PROMPT[: 5 + 5 * (number % 8)], seed=number, max_tokens=WIDTH - number % 11), sampling)
-        for number in range(first, first + count)
-    ]
+
+    def request(number: int) -> GenerationRequest:
+        return GenerationRequest(PROMPT[: 5 + 5 * (number % 8)], seed=number, max_tokens=WIDTH - number % 11)
+
+    return [QueuedSample(number, request(number), sampling) for number in range(first, first + count)]
 
 
 def collect(engine: OtherProcess, count: int) -> dict[int, Completions]:

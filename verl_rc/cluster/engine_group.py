@@ -22,7 +22,7 @@ from verl_rc.data.parts import Answer, Part
 from verl_rc.metrics.trace import TRACE
 from verl_rc.rollout.response import Interrupted
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenError
@@ -299,7 +299,7 @@ class EngineGroup:
             busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
         return busy_seconds
 
-    def _hand_over(self, of_engines: Mapping[int, Sequence[Sample]]) -> dict[int, Pending]:
+    def _hand_over(self, of_engines: Mapping[int, Sequence[QueuedSample]]) -> dict[int, Pending]:
         """Submit samples; returns at once. The next ``collect`` reports a failure too."""
         return {engine: self._engines[engine].call("submit", samples) for engine, samples in of_engines.items()}
 

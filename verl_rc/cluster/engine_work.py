@@ -8,7 +8,7 @@ from verl_rc.data.batches import Completions
 from verl_rc.data.parts import Answer, Part, row_parts
 from verl_rc.rollout.response import Collected, Interrupted
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.tools import ToolFailedError
 
 
@@ -44,7 +44,7 @@ class EngineWork:
         """``by_seed``: a sample's engine follows from its seed, also in a resumed run; else from how busy the engines are."""
         self._by_seed = by_seed
         self._numbers = count()
-        self._unfinished: list[dict[int, Sample]] = [{} for _ in range(num_engines)]
+        self._unfinished: list[dict[int, QueuedSample]] = [{} for _ in range(num_engines)]
         self._batches: list[Completions] = []
         """Finished samples in order of arrival."""
         self._rows: dict[int, int] = {}
@@ -54,12 +54,12 @@ class EngineWork:
 
     def add(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions, awaited: bool
-    ) -> tuple[list[int], dict[int, list[Sample]]]:
+    ) -> tuple[list[int], dict[int, list[QueuedSample]]]:
         """Assign requests; returns their numbers, in order, and the samples for each engine.
 
         ``awaited``: the caller waits for all of them, so they are assigned evenly and run before samples without a waiter.
         """
-        samples = [Sample(next(self._numbers), request, options, awaited) for request in requests]
+        samples = [QueuedSample(next(self._numbers), request, options, awaited) for request in requests]
         if self._by_seed:
             engine_of = [request.seed % len(self._unfinished) for request in requests]
             placed = [[place for place, own in enumerate(engine_of) if own == engine] for engine in range(len(self._unfinished))]
@@ -75,18 +75,18 @@ class EngineWork:
 
     def add_to_each(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> tuple[list[list[int]], dict[int, list[Sample]]]:
+    ) -> tuple[list[list[int]], dict[int, list[QueuedSample]]]:
         """Assign all requests to every engine; returns numbers and samples by engine.
 
         The numbers are below all others, so that these samples begin first.
         """
-        of_engines: dict[int, list[Sample]] = {}
+        of_engines: dict[int, list[QueuedSample]] = {}
         for engine, mine in enumerate(self._unfinished):
-            of_engines[engine] = [Sample(-1 - next(self._numbers), request, options) for request in requests]
+            of_engines[engine] = [QueuedSample(-1 - next(self._numbers), request, options) for request in requests]
             mine |= {sample.number: sample for sample in of_engines[engine]}
         return [[sample.number for sample in samples] for samples in of_engines.values()], of_engines
 
-    def unfinished(self, engine: int) -> list[Sample]:
+    def unfinished(self, engine: int) -> list[QueuedSample]:
         """The unfinished samples of an engine, in the order of their numbers."""
         return [self._unfinished[engine][number] for number in sorted(self._unfinished[engine])]
 

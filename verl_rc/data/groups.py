@@ -23,7 +23,7 @@ _ANSWER = -1
 
 
 @dataclass
-class Sample:
+class GroupSample:
     """One response while it grows. The only record here that changes."""
 
     number: int
@@ -90,7 +90,7 @@ class Group:
     """The step that its number stands for, ``number // B + 1``: part of the seeds of its samples."""
     admitted_at: int
     """Version that the engines held when it was admitted."""
-    samples: Sequence[Sample]
+    samples: Sequence[GroupSample]
     """``rollout.n`` of them, in the order of their index; with ``remax`` a greedy one comes last."""
     scores: GroupScores | None = None
     """None: not whole, or not scored yet."""
@@ -125,7 +125,7 @@ class Group:
         return replace(self, scores=scores, fate=fate)
 
 
-def completions(samples: Sequence[Sample], *, with_tools: bool = False, width: int | None = None) -> Completions:
+def completions(samples: Sequence[GroupSample], *, with_tools: bool = False, width: int | None = None) -> Completions:
     """Ended samples as an engine returns them, in order, padded to ``width`` or to the longest.
 
     The columns about tools are None unless the run has tools. Raises ``ValueError`` when a sample has not ended.
@@ -243,7 +243,7 @@ def _plain_group(group: Group) -> dict[str, Any]:
     }
 
 
-def _plain_sample(sample: Sample) -> dict[str, Any]:
+def _plain_sample(sample: GroupSample) -> dict[str, Any]:
     return {
         "turns": [(len(turn.token_ids), turn.version if isinstance(turn, Part) else _ANSWER) for turn in sample.turns],
         "ended": sample.state == "ended",
@@ -258,7 +258,7 @@ def _group(plain: dict[str, Any], row: PromptRow, tokens: _Reader, log_probs: _R
         return Answer(token_ids) if version == _ANSWER else Part(token_ids, log_probs.take(length), version)
 
     samples = [
-        Sample(
+        GroupSample(
             plain["number"],
             index,
             row.prompt_token_ids,

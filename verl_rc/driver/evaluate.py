@@ -12,7 +12,7 @@ from verl_rc.driver import stages, weights
 from verl_rc.driver.sample import as_rollouts, score
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.metrics.best_of_n import Sample, summarise_samples
+from verl_rc.metrics.best_of_n import ValidationSample, summarise_samples
 from verl_rc.rollout.collect import check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
@@ -51,7 +51,7 @@ def validation_metrics(samples: Samples, samples_per_prompt: int) -> dict[str, f
         by_variable = {}
         for variable, column in columns.items():
             values = [(index, column[index]) for index in indices]
-            finite = [Sample(rows[i].row_index, float(value), answers[i]) for i, value in values if _is_finite(value)]
+            finite = [ValidationSample(rows[i].row_index, float(value), answers[i]) for i, value in values if _is_finite(value)]
             by_variable[variable] = summarise_samples(finite, samples_per_prompt)
         core_variable = "acc" if by_variable.get("acc") else "reward"
         for variable, statistics in by_variable.items():

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from verl_rc.data.batches import Completions
-from verl_rc.data.groups import Group, Sample
+from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.parts import row_parts
 from verl_rc.driver.sample import sample_seed
 from verl_rc.driver.services import Services
@@ -62,7 +62,7 @@ class GroupRequests:
         self._request(greedy, [0] * len(greedy), replace(options, temperature=0.0))
         self._submitted_at |= dict.fromkeys((group.number for group in groups), time.monotonic())
 
-    def _request(self, samples: Sequence[tuple[Group, Sample]], seeds: Sequence[int], options: SamplingOptions) -> None:
+    def _request(self, samples: Sequence[tuple[Group, GroupSample]], seeds: Sequence[int], options: SamplingOptions) -> None:
         if not samples:
             return
         requests = [
@@ -102,7 +102,7 @@ class GroupRequests:
             num_tokens += sample.num_sampled - before
         return num_tokens
 
-    def _sample(self, number: int, groups: Mapping[int, Group]) -> Sample:
+    def _sample(self, number: int, groups: Mapping[int, Group]) -> GroupSample:
         of_group, place = self._places[number]
         return groups[of_group].samples[place]
 
@@ -124,7 +124,7 @@ class GroupRequests:
             self._services.engines.cancel(requests)
 
 
-def end_sample(sample: Sample, given: Completions, row: int, *, one_version: bool) -> None:
+def end_sample(sample: GroupSample, given: Completions, row: int, *, one_version: bool) -> None:
     """Put a row of what the engines returned into its sample: the whole response, one part for each version that sampled it.
 
     Raises ``RuntimeError`` when a version is unknown, or when ``one_version`` of the weights must have sampled all tokens that

@@ -9,7 +9,7 @@ from verl_rc.checkpoint import RunState, SupplyState
 from verl_rc.cluster.engine_group import EnginesLostError
 from verl_rc.cluster.remote import WHILE_WAITING
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.groups import Group, Sample
+from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
@@ -199,7 +199,7 @@ class AsynchronousSupply:
         config, version = self._services.config, self._now.admission.published
         greedy = config.algorithm.estimator_reads("reward_baselines")
         count = config.actor_rollout_ref.rollout.n + greedy
-        samples = [Sample(number, index, row.prompt_token_ids) for index in range(count)]
+        samples = [GroupSample(number, index, row.prompt_token_ids) for index in range(count)]
         return Group(number, row, epoch, number // self._rule.batch + 1, version, samples, attempt=attempt)
 
     def _judge_canaries(self, record: StepRecord) -> None:

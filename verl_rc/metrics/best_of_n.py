@@ -19,8 +19,8 @@ VOTE_SEED = 42
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One sample of a prompt."""
+class ValidationSample:
+    """One sample of a validation prompt, scored."""
 
     prompt: Hashable
     """Which prompt it answers; samples of one prompt need not be adjacent."""
@@ -37,7 +37,7 @@ class Moments(NamedTuple):
     std: float
 
 
-def summarise_samples(samples: Iterable[Sample], samples_per_prompt: int) -> dict[str, float]:
+def summarise_samples(samples: Iterable[ValidationSample], samples_per_prompt: int) -> dict[str, float]:
     """Statistics of every prompt's samples, averaged over prompts, each prompt counting once.
 
     With N = ``samples_per_prompt``: ``mean@N`` and, for N > 1, ``std@N`` (root of the unbiased variance, N - 1 in the
@@ -45,7 +45,7 @@ def summarise_samples(samples: Iterable[Sample], samples_per_prompt: int) -> dic
     left out when no sample has an answer. A prompt with fewer than N samples is judged by those. Sums are
     exact: the order of the samples does not matter. Without samples the result is empty.
     """
-    by_prompt: dict[Hashable, list[Sample]] = defaultdict(list)
+    by_prompt: dict[Hashable, list[ValidationSample]] = defaultdict(list)
     for sample in samples:
         by_prompt[sample.prompt].append(sample)
     with_vote = any(sample.answer is not None for group in by_prompt.values() for sample in group)
@@ -100,7 +100,9 @@ def winning_probabilities(counts: tuple[int, ...], draws: int) -> Mapping[int, f
     return {count: _winning_probability(counts, counts.index(count), draws) for count in set(counts)}
 
 
-def _prompt_statistics(group: Sequence[Sample], samples_per_prompt: int, with_vote: bool) -> Iterator[tuple[str, float]]:
+def _prompt_statistics(
+    group: Sequence[ValidationSample], samples_per_prompt: int, with_vote: bool
+) -> Iterator[tuple[str, float]]:
     values = [sample.value for sample in group]
     answers = [sample.answer for sample in group]
     yield f"mean@{samples_per_prompt}", _mean(values)

@@ -12,7 +12,7 @@ import torch
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.response import UNKNOWN, Collected, Ended, Interrupted, Response
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Box, Sample, StepLoop
+from verl_rc.rollout.step_loop import Box, QueuedSample, StepLoop
 from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.rollout.vllm_sampler import VllmSampler
 from verl_rc.weight_sync import receiver
@@ -166,7 +166,7 @@ class RolloutEngine:
         if not self._loop.call(lambda sampler: sampler.llm.reset_prefix_cache()):
             raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")
 
-    def submit(self, samples: Sequence[Sample]) -> None:
+    def submit(self, samples: Sequence[QueuedSample]) -> None:
         """Queue samples and return at once. ``collect`` returns their responses."""
         self._loop.submit(samples, self._box)
 
@@ -187,7 +187,7 @@ class RolloutEngine:
         Raises like ``collect``, and ``ToolFailedError`` when a tool failed.
         """
         box: Box = []
-        self._loop.submit([Sample(row, request, options, ahead=True) for row, request in enumerate(requests)], box)
+        self._loop.submit([QueuedSample(row, request, options, ahead=True) for row, request in enumerate(requests)], box)
         collected = self._collected(self._loop.take(box, at_least=len(requests)))
         for why in collected.failures.values():
             raise ToolFailedError(why)

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from verl_rc.rollout.conversation import Conversations
 from verl_rc.rollout.response import Ended, Response
-from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.step_loop import QueuedSample
 
 
 class OpenResponses:
@@ -14,9 +14,9 @@ class OpenResponses:
     def __init__(self, conversations: Conversations | None) -> None:
         """``conversations`` answers tool calls; None: samples call no tools."""
         self._conversations = conversations
-        self._open: dict[str, tuple[Sample, Response]] = {}
+        self._open: dict[str, tuple[QueuedSample, Response]] = {}
 
-    def begin(self, key: str, sample: Sample) -> "tuple[Response, Future[list[str]] | None]":
+    def begin(self, key: str, sample: QueuedSample) -> "tuple[Response, Future[list[str]] | None]":
         """What there is of a response that begins or goes on, and the answers of tools that it waits for, if there are any."""
         if key in self._open:
             return self[key], None

@@ -27,8 +27,8 @@ from verl_rc.rollout.tools import ToolFailedError
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One response to sample."""
+class QueuedSample:
+    """One response to sample, in the queue of an engine."""
 
     number: int
     """Waiting samples begin in ascending order of this number."""
@@ -44,7 +44,7 @@ class Sampler(Protocol):
     capacity: int
     """Largest number of samples that run at the same time."""
 
-    def begin(self, key: str, sample: Sample) -> "Future[Any] | None":
+    def begin(self, key: str, sample: QueuedSample) -> "Future[Any] | None":
         """Add a sample to the batch of the next steps; one that was cut continues behind its tokens so far.
 
         Returns what the sample waits for before it may begin, as ``step`` does; None: it has begun.
@@ -106,7 +106,7 @@ class _Rank(IntEnum):
 class _Submitted:
     """A sample that was submitted, and the box its response goes to."""
 
-    sample: Sample
+    sample: QueuedSample
     box: Box
 
 
@@ -150,7 +150,7 @@ class StepLoop(Generic[S]):
 
     # called from outside
 
-    def submit(self, samples: Sequence[Sample], box: Box) -> None:
+    def submit(self, samples: Sequence[QueuedSample], box: Box) -> None:
         """Queue samples and return at once. Each goes into ``box`` when it has ended; ``take`` returns them."""
 
         def add(_: S) -> None:
@@ -216,7 +216,7 @@ class StepLoop(Generic[S]):
 
     # in the owning thread: for actions
 
-    def cut(self, sampler: S) -> list[Sample]:
+    def cut(self, sampler: S) -> list[QueuedSample]:
         """Cut all running samples without priority and return them; they go on when steps may be made again."""
         keys = [key for key, submitted in self._running.items() if not submitted.sample.ahead]
         sampler.cut(keys)

@@ -17,7 +17,7 @@ from verl_rc.rollout.open_responses import OpenResponses
 from verl_rc.rollout.process_cleanup import unlink_shared_memory
 from verl_rc.rollout.response import UNKNOWN, Ended, Response
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.weight_sync import receiver
 
 
@@ -54,7 +54,7 @@ class VllmSampler:
         # vLLM would queue further requests itself, where a later one with priority could not overtake them.
         self.capacity: int = self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
-    def begin(self, key: str, sample: Sample) -> "Future[list[str]] | None":
+    def begin(self, key: str, sample: QueuedSample) -> "Future[list[str]] | None":
         """See ``Sampler``; raises ``ValueError`` when the sample does not fit the model's length."""
         response, answers = self._open.begin(key, sample)
         if answers is not None:

@@ -12,7 +12,7 @@ from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.remote import HangError, ProcessLostError, RemoteError
 from verl_rc.rollout.response import Collected, Interrupted
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Sample
+from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.weight_sync.transfer_group import TransferBrokenError
 
@@ -35,7 +35,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
-        self.ended: list[Sample] = []
+        self.ended: list[QueuedSample] = []
         self.fails: set[int] = set()
         """Seeds of samples that fail."""
         self.failure: RemoteError | None = None

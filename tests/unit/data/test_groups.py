@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_rc.data.dataset import PromptRow
-from verl_rc.data.groups import Group, GroupScores, Sample, completions, joined_samples, pack, unpack
+from verl_rc.data.groups import Group, GroupSample, GroupScores, completions, joined_samples, pack, unpack
 from verl_rc.data.parts import Answer, Part, parts_of
 from verl_rc.rollout.collect import build_rollout_batch
 
@@ -29,8 +29,8 @@ def row(index: int) -> PromptRow:
 def make_group(number: int, *, ended: bool = True) -> Group:
     """Two samples: one cut by an update in its second turn, after a tool's answer; one short."""
     prompt, state = row(number).prompt_token_ids, "ended" if ended else "waiting"
-    long = Sample(number, 0, prompt, [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)], state, ended, 1)
-    short = Sample(number, 1, prompt, [part([16], 5)], "ended", finished=True)
+    long = GroupSample(number, 0, prompt, [part([11, 12], 3), answer([90]), part([13], 3), part([14, 15], 5)], state, ended, 1)
+    short = GroupSample(number, 1, prompt, [part([16], 5)], "ended", finished=True)
     return Group(number, row(number), epoch=0, admitted_for_step=4, admitted_at=3, samples=[long, short])
 
 
@@ -54,7 +54,7 @@ def test_parts_and_answers_become_rows() -> None:
 
 
 def test_a_run_without_tools_has_no_columns_about_them() -> None:
-    found = completions([Sample(0, 0, [1], [part([5, 6], 2)], "ended", finished=True)])
+    found = completions([GroupSample(0, 0, [1], [part([5, 6], 2)], "ended", finished=True)])
     assert found.response_mask is found.num_turns is found.tool_calls is None
 
 
@@ -79,7 +79,7 @@ def test_groups_become_the_samples_of_a_step() -> None:
 
 def test_the_version_of_a_group_is_its_oldest_and_that_of_its_admission_until_it_is_whole() -> None:
     assert make_group(7).version == 3
-    younger = Group(1, row(1), 0, 4, 3, [Sample(1, 0, [1], [part([5], 4), part([6], 5)], "ended")])
+    younger = Group(1, row(1), 0, 4, 3, [GroupSample(1, 0, [1], [part([5], 4), part([6], 5)], "ended")])
     assert younger.version == 4
     younger.samples[0].state = "waiting"
     assert younger.version == 3
@@ -168,7 +168,7 @@ def test_a_checkpoint_takes_about_nine_bytes_per_token() -> None:
     """4 for the token, 4 for its log-prob; records of parts and files are small beside long responses."""
     tokens = 2000
     parts = [part(list(range(1, tokens // 2 + 1)), version) for version in (0, 1)]
-    groups = [Group(n, row(n), 0, 1, 0, [Sample(n, i, [1], parts, "ended") for i in range(4)]) for n in range(8)]
+    groups = [Group(n, row(n), 0, 1, 0, [GroupSample(n, i, [1], parts, "ended") for i in range(4)]) for n in range(8)]
     assert saved(groups)[1] <= 9 * tokens * 4 * 8
 
 

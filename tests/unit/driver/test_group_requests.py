@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_rc.data.batches import Completions
-from verl_rc.data.groups import Sample
+from verl_rc.data.groups import GroupSample
 from verl_rc.data.parts import Answer, Part
 from verl_rc.driver.group_requests import end_sample
 
@@ -28,8 +28,8 @@ def returned(versions: list[int], tools: bool = False) -> Completions:
     )
 
 
-def sample(*parts: Part | Answer) -> Sample:
-    return Sample(7, 2, [1, 2], list(parts))
+def sample(*parts: Part | Answer) -> GroupSample:
+    return GroupSample(7, 2, [1, 2], list(parts))
 
 
 def part(token_ids: list[int], version: int) -> Part:

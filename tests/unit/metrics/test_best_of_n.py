@@ -11,7 +11,7 @@ import pytest
 from verl_rc.metrics.best_of_n import (
     LARGEST_EXACT_VOTE,
     Moments,
-    Sample,
+    ValidationSample,
     best_of,
     draw_sizes,
     majority_of,
@@ -102,7 +102,8 @@ def test_draw_sizes_are_powers_of_two_and_all_samples(samples, sizes):
 
 
 def test_prompts_are_averaged_and_each_counts_once():
-    samples = [Sample("p", 0.0), Sample("q", 3.0), Sample("p", 1.0), Sample("q", 3.0), Sample("p", 0.0), Sample("q", 3.0)]
+    values = [("p", 0.0), ("q", 3.0), ("p", 1.0), ("q", 3.0), ("p", 0.0), ("q", 3.0)]
+    samples = [ValidationSample(prompt, value) for prompt, value in values]
     summary = summarise_samples(samples, 3)
     extremes = {f"{kind}@{n}/{moment}" for kind in ("best", "worst") for n in (2, 3) for moment in ("mean", "std")}
     assert set(summary) == {"mean@3", "std@3"} | extremes
@@ -113,27 +114,27 @@ def test_prompts_are_averaged_and_each_counts_once():
 
 
 def test_one_sample_has_only_a_mean():
-    assert summarise_samples([Sample(0, 0.5, "a"), Sample(1, 1.0, "b")], 1) == {"mean@1": 0.75}
+    assert summarise_samples([ValidationSample(0, 0.5, "a"), ValidationSample(1, 1.0, "b")], 1) == {"mean@1": 0.75}
     assert summarise_samples([], 4) == {}
 
 
 def test_a_prompt_with_samples_missing_is_judged_by_those_there():
-    summary = summarise_samples([Sample(0, 2.0), Sample(1, 0.0), Sample(1, 1.0)], 4)
+    summary = summarise_samples([ValidationSample(0, 2.0), ValidationSample(1, 0.0), ValidationSample(1, 1.0)], 4)
     assert summary["mean@4"] == 1.25
     assert summary["std@4"] == pytest.approx(math.sqrt(0.5) / 2)
     assert summary["best@4/mean"] == pytest.approx((2 + 15 / 16) / 2)
 
 
 def test_majority_needs_an_answer():
-    nobody = summarise_samples([Sample(0, 1.0), Sample(0, 0.0)], 2)
+    nobody = summarise_samples([ValidationSample(0, 1.0), ValidationSample(0, 0.0)], 2)
     assert not [name for name in nobody if name.startswith("maj")]
-    one = summarise_samples([Sample(0, 1.0, "a"), Sample(0, 0.0), Sample(0, 0.0)], 3)
+    one = summarise_samples([ValidationSample(0, 1.0, "a"), ValidationSample(0, 0.0), ValidationSample(0, 0.0)], 3)
     assert one["maj@3/mean"] == pytest.approx(7 / 27)  # no answer, given twice, wins with 20/27
 
 
 def test_the_order_of_samples_does_not_matter():
     draw = random.Random(7)
-    samples = [Sample(prompt, draw.gauss(0, 1), draw.choice("abc")) for prompt in range(5) for _ in range(8)]
+    samples = [ValidationSample(prompt, draw.gauss(0, 1), draw.choice("abc")) for prompt in range(5) for _ in range(8)]
     expected = summarise_samples(samples, 8)
     for _ in range(5):
         draw.shuffle(samples)

@@ -18,7 +18,7 @@ from verl_rc.rollout.conversation import Conversations, template_arguments
 from verl_rc.rollout.open_responses import OpenResponses
 from verl_rc.rollout.response import Ended, Response
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Box, Sample, StepLoop
+from verl_rc.rollout.step_loop import Box, QueuedSample, StepLoop
 from verl_rc.rollout.tools import Tool, ToolFailedError
 
 # A tool's thread shows what it raises, too, whenever the thread ends.
@@ -63,7 +63,7 @@ class ScriptedSampler:
         self._open = OpenResponses(conversations)
         self._running: dict[str, SimpleNamespace] = {}
 
-    def begin(self, key: str, sample: Sample) -> "Future[list[str]] | None":
+    def begin(self, key: str, sample: QueuedSample) -> "Future[list[str]] | None":
         response, answers = self._open.begin(key, sample)
         if answers is not None:
             return answers
@@ -135,7 +135,7 @@ def talk(
     loop, box = StepLoop(lambda: sampler, limit), []
     asked = [GenerationRequest([index], seed=100 + index) for index in range(len(scripts))]
     given = options(max_tokens, tokenizer.eos_token_id)
-    loop.submit([Sample(number, request, given) for number, request in enumerate(asked)], box)
+    loop.submit([QueuedSample(number, request, given) for number, request in enumerate(asked)], box)
     return sampler, loop, box
 
 
@@ -219,7 +219,7 @@ def test_a_cancelled_sample_is_forgotten_while_its_tool_is_at_work_or_fails(toke
     assert loop.call(lambda _: len(box), after="all") == 1  # nothing is waited for
     go_on.set()
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]
-    loop.submit([Sample(1, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
+    loop.submit([QueuedSample(1, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]  # the loop lives
     loop.stop()
 
@@ -237,7 +237,7 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
         sampler, loop, box = talk(tokenizer, [])
         sampler.scripts = {0: [call, said]}
         request = GenerationRequest([0], 100, parts=parts, tool_calls=len(parts) - 1 if isinstance(parts[1], Answer) else 0)
-        loop.submit([Sample(0, request, options(end=tokenizer.eos_token_id))], box)
+        loop.submit([QueuedSample(0, request, options(end=tokenizer.eos_token_id))], box)
         ((_, response),) = loop.take(box, 1, PATIENCE)
         loop.stop()
         assert response.token_ids == call + answer + said
@@ -273,7 +273,7 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
         assert str(ended[number]).startswith("the tool 'calculator' of actor_rollout_ref.rollout.multi_turn.tools, called with")
     assert ended[2].whole(2).tool_calls == 1
     assert sampler._open.get("0") is None  # nothing is kept of it
-    loop.submit([Sample(2, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
+    loop.submit([QueuedSample(2, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
     ((_, response),) = loop.take(box, 1, PATIENCE)
     assert response.tool_calls == 1
     assert loop.call(lambda _: len(box), after="all") == 0  # an update waits for none of them

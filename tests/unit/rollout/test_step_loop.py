@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Box, Sample, StepLoop
+from verl_rc.rollout.step_loop import Box, QueuedSample, StepLoop
 
 OPTIONS = SamplingOptions(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=99, stop_token_ids=())
 PATIENCE = 10.0
@@ -31,7 +31,7 @@ class Countdown:
         self.versions: dict[str, list[int]] = {}
         """The version at every token so far, also of samples that were cut."""
 
-    def begin(self, key: str, sample: Sample) -> None:
+    def begin(self, key: str, sample: QueuedSample) -> None:
         assert threading.get_ident() == self.owner
         self.length[key] = sample.request.max_tokens
         self.left[key] = self.length[key] - len(self.versions.setdefault(key, []))
@@ -76,8 +76,8 @@ class Labelled(Countdown):
         return tuple(self.versions.pop(key))
 
 
-def sample(number: int, length: int, ahead: bool = False) -> Sample:
-    return Sample(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS, ahead)
+def sample(number: int, length: int, ahead: bool = False) -> QueuedSample:
+    return QueuedSample(number, GenerationRequest([1], seed=number, max_tokens=length), OPTIONS, ahead)
 
 
 @pytest.fixture

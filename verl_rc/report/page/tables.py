@@ -10,7 +10,7 @@ from verl_rc.metrics.catalog import CATALOG
 from verl_rc.report.page.encode import Curve, curve_of
 from verl_rc.report.page.sparkline import sparkline
 from verl_rc.report.page.text import escaped, listed, number, shortened, table
-from verl_rc.report.run_folder import RunData, Sample
+from verl_rc.report.run_folder import RunData, SavedSample
 from verl_rc.report.verdict import Statement, Verdict
 from verl_rc.report.verdict.estimates import last_part, mean_of
 
@@ -83,9 +83,9 @@ def samples_panel(run: RunData, most: int = MOST_SAMPLES) -> str:
     return said + table(("step", *map(escaped, columns)), rows, "samples") + changed
 
 
-def _changes(samples: Sequence[Sample]) -> str:
+def _changes(samples: Sequence[SavedSample]) -> str:
     """The answers to one prompt at the first and at the last step that has them; nothing where no prompt comes twice."""
-    by_prompt: dict[str, list[Sample]] = {}
+    by_prompt: dict[str, list[SavedSample]] = {}
     for sample in samples:
         if "input" in sample.cells and "output" in sample.cells:
             by_prompt.setdefault(str(sample.cells["input"]), []).append(sample)
@@ -100,11 +100,11 @@ def _changes(samples: Sequence[Sample]) -> str:
     return "<h3>The same prompts, first and last</h3>" + table(head, rows, "samples")
 
 
-def _answer(sample: Sample) -> tuple[Any, Any]:
+def _answer(sample: SavedSample) -> tuple[Any, Any]:
     return sample.cells["output"], sample.cells.get("score", "")
 
 
-def chosen_samples(samples: Sequence[Sample], most: int) -> list[Sample]:
+def chosen_samples(samples: Sequence[SavedSample], most: int) -> list[SavedSample]:
     """Two thirds of the newest step, from both ends of the scores; the rest of the first step."""
     newest, oldest = samples[-1].step, samples[0].step
     of_newest = _from_both_ends([sample for sample in samples if sample.step == newest])
@@ -113,10 +113,10 @@ def chosen_samples(samples: Sequence[Sample], most: int) -> list[Sample]:
     return kept + of_oldest[: most - len(kept)]
 
 
-def _from_both_ends(samples: Sequence[Sample]) -> list[Sample]:
+def _from_both_ends(samples: Sequence[SavedSample]) -> list[SavedSample]:
     """Worst, best, second worst, second best, …"""
 
-    def score(sample: Sample) -> float:
+    def score(sample: SavedSample) -> float:
         value = sample.cells.get("score")
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else -math.inf
 

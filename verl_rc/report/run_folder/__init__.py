@@ -1,6 +1,6 @@
 """Reading a run: its folder, or the log of another trainer, into ``RunData``."""
 
 from verl_rc.report.run_folder.folder import ENDING, NothingToReadError, read_run
-from verl_rc.report.run_folder.records import Alert, HeatMap, RunData, Sample, Series
+from verl_rc.report.run_folder.records import Alert, HeatMap, RunData, SavedSample, Series
 
-__all__ = ["ENDING", "Alert", "HeatMap", "NothingToReadError", "RunData", "Sample", "Series", "read_run"]
+__all__ = ["ENDING", "Alert", "HeatMap", "NothingToReadError", "RunData", "SavedSample", "Series", "read_run"]

@@ -12,7 +12,7 @@ from verl_rc.config.secrets import without_secrets
 from verl_rc.report.run_folder.foreign import read_foreign
 from verl_rc.report.run_folder.histograms import read_heat_map
 from verl_rc.report.run_folder.lines import numbers_of, parse_line, read_records, reading_notes
-from verl_rc.report.run_folder.records import LARGEST_STEP, OWN_RUN, Alert, Columns, Ending, RunData, Sample
+from verl_rc.report.run_folder.records import LARGEST_STEP, OWN_RUN, Alert, Columns, Ending, RunData, SavedSample
 
 ENDING = "ending.json"
 """Written by a run when it ends: ``{"status": exit code, "reason": text}``."""
@@ -98,9 +98,9 @@ def _with_metrics(run: RunData, path: Path) -> RunData:
     return run
 
 
-def _samples(folder: Path, notes: list[str]) -> list[Sample]:
+def _samples(folder: Path, notes: list[str]) -> list[SavedSample]:
     """Rows of the table of validation samples."""
-    samples: list[Sample] = []
+    samples: list[SavedSample] = []
     for path in sorted((folder / "tables").glob("*.jsonl")):
         if path.name.endswith(_REPLACED):
             continue
@@ -108,7 +108,7 @@ def _samples(folder: Path, notes: list[str]) -> list[Sample]:
             if len(samples) == _MOST_SAMPLES:
                 notes.append(f"{path.name}: only the first {_MOST_SAMPLES:,} samples were read.")
                 return samples
-            samples.append(Sample(step, {name: cell for name, cell in record.items() if name != "step"}))
+            samples.append(SavedSample(step, {name: cell for name, cell in record.items() if name != "step"}))
     return samples
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verl_rc.report.run_folder import event_files
 from verl_rc.report.run_folder.lines import as_number, as_step, numbers_of, parse_line, reading_notes
-from verl_rc.report.run_folder.records import Columns, RunData, Sample
+from verl_rc.report.run_folder.records import Columns, RunData, SavedSample
 
 FILE_LOGGER, CONSOLE, DUMPS = "verl's file logger", "verl's console log", "verl's rollout dumps"
 EVENTS = "TensorBoard event files"
@@ -157,7 +157,7 @@ def _by_step(scalars: Iterator[tuple[int, str, float]]) -> Iterator[tuple[int, d
 def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
     """Files ``N.jsonl`` of samples: texts and scores, no log-probs."""
     run, columns = RunData(path.name, path, DUMPS), Columns()
-    samples: list[Sample] = []
+    samples: list[SavedSample] = []
     for file in files:
         step, scores = as_step(int(file.stem)), []
         with file.open(encoding="utf-8", errors="replace") as lines:
@@ -168,7 +168,7 @@ def _from_dumps(path: Path, files: list[Path]) -> RunData | None:
                     continue
                 scores.append(score)
                 if len(samples) < _MOST_DUMPED_SAMPLES:
-                    samples.append(Sample(step, {name: cell for name, cell in record.items() if name != "step"}))
+                    samples.append(SavedSample(step, {name: cell for name, cell in record.items() if name != "step"}))
         if step is not None and scores:
             columns.add(step, {"critic/score/mean": sum(scores) / len(scores)})
     run.samples = samples

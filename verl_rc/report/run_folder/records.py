@@ -101,8 +101,8 @@ class Alert:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A row of a table: a validation sample, or one of a rollout dump."""
+class SavedSample:
+    """A sample as a run wrote it: a row of the validation table, or a line of a rollout dump."""
 
     step: int
     cells: Mapping[str, Any]
@@ -141,7 +141,7 @@ class RunData:
     steps: Sequence[int] = ()
     series: Mapping[str, Series] = field(default_factory=dict)
     alerts: Sequence[Alert] = ()
-    samples: Sequence[Sample] = ()
+    samples: Sequence[SavedSample] = ()
     heat_map: HeatMap | None = None
     plan: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)

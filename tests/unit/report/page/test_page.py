@@ -23,7 +23,7 @@ from verl_rc.report.page.heat_map import heat_map_data
 from verl_rc.report.page.page import as_script
 from verl_rc.report.page.tables import chosen_samples
 from verl_rc.report.page.text import escaped, number
-from verl_rc.report.run_folder import HeatMap, Sample, Series, read_run
+from verl_rc.report.run_folder import HeatMap, SavedSample, Series, read_run
 from verl_rc.report.verdict import judge
 
 CHARTED = {name.replace("*", "1") for _, specs in PANELS.values() for spec in specs for name in spec.names}
@@ -69,7 +69,7 @@ def floats(text: str) -> list[float]:
 def hostile_run():
     run = planted({})
     run.name = HOSTILE[1]
-    run.samples = [Sample(5, {"input": text, "output": text, "score": 0.5, "</td>" + HOSTILE[0]: text}) for text in HOSTILE]
+    run.samples = [SavedSample(5, {"input": text, "output": text, "score": 0.5, "</td>" + HOSTILE[0]: text}) for text in HOSTILE]
     run.series = {**run.series, f"val-core/{HOSTILE[0]}/acc/mean@1": Series([1, 2, 3], [0.1, 0.2, 0.3])}
     run.settings = {**run.settings, HOSTILE[0]: HOSTILE[1]}
     run.plan = HOSTILE[0]
@@ -114,7 +114,7 @@ def test_half_a_surrogate_pair_can_be_written():
 
 def test_secrets_and_text_can_be_kept_out():
     run = planted({})
-    run.samples = [Sample(1, {"output": "PRIVATE-WORDS", "score": 1.0})]
+    run.samples = [SavedSample(1, {"output": "PRIVATE-WORDS", "score": 1.0})]
     assert "PRIVATE-WORDS" in page_of(run)
     assert "This page holds texts of prompts and responses." in page_of(run)
     without = page_of(run, with_text=False)
@@ -191,7 +191,7 @@ ANY_NAME = st.sampled_from(sorted(CHARTED)) | st.text(max_size=12)
 def test_any_run_has_a_page(metrics, config, samples):
     run = planted(metrics, config, without=[name for name in healthy() if name not in metrics] if metrics else [])
     run.settings = config
-    run.samples = [Sample(step, cells) for step, cells in enumerate(samples, start=1)]
+    run.samples = [SavedSample(step, cells) for step, cells in enumerate(samples, start=1)]
     page = page_of(run)
     page.encode("utf-8")
     data_of(page)
@@ -257,7 +257,7 @@ def test_ten_thousand_steps_fit_in_size_and_time(tmp_path):
 @pytest.mark.parametrize("megabytes", [0.5, 0.3])
 def test_a_smaller_page_says_what_it_leaves_out(megabytes):
     run = planted({name: values * 50 for name, values in healthy().items()})
-    run.samples = [Sample(5, {"output": "y" * 1_900, "score": 0.5}) for _ in range(60)]
+    run.samples = [SavedSample(5, {"output": "y" * 1_900, "score": 0.5}) for _ in range(60)]
     page = page_of(run, max_megabytes=megabytes)
     assert len(page.encode()) <= megabytes * (1 << 20)
     assert "the page leaves out" in page
@@ -286,7 +286,7 @@ def test_bounds_of_token_weights_are_drawn(level, threshold, bounds):
 
 
 def test_samples_of_the_newest_step_from_both_ends():
-    samples = [Sample(1, {"score": 0.0})] * 3 + [Sample(9, {"score": float(score)}) for score in range(6)]
+    samples = [SavedSample(1, {"score": 0.0})] * 3 + [SavedSample(9, {"score": float(score)}) for score in range(6)]
     chosen = chosen_samples(samples, 6)
     assert [(sample.step, sample.cells["score"]) for sample in chosen] == [(9, 0), (9, 5), (9, 1), (9, 4), (1, 0), (1, 0)]
 
@@ -294,7 +294,7 @@ def test_samples_of_the_newest_step_from_both_ends():
 def test_the_same_prompts_first_and_last():
     run = planted({})
     answers = [("p", "old", 1), ("q", "once", 1), ("p", "middle", 5), ("p", "new", 9)]
-    run.samples = [Sample(step, {"input": prompt, "output": output, "score": 0.5}) for prompt, output, step in answers]
+    run.samples = [SavedSample(step, {"input": prompt, "output": output, "score": 0.5}) for prompt, output, step in answers]
     table = page_of(run).partition("The same prompts, first and last")[2].partition("</section>")[0]
     assert re.findall(r"<bdi>(.*?)</bdi>", table) == ["p", "old", "0.5", "new", "0.5"]
     run.samples = run.samples[:2]
