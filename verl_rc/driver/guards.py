@@ -14,10 +14,10 @@ from verl_rc.ppo.train_batch import ScoredStep
 from verl_rc.report.verdict.cause import CAUSE
 
 
-def may_train(
+def decide_update(
     services: Services, rewards: RewardHistory, samples: Samples, scored: ScoredStep, record: StepRecord, step: int
 ) -> bool:
-    """Whether the step's updates are made; ``False`` leaves them out and books their tokens as withheld.
+    """Judge the step and act on what is found, as ``trainer.alerts`` says; returns whether its updates are made.
 
     Raises ``TokensChangedError`` when a row does not hold the token ids that were sampled, and ``LedgerError`` when sampled
     tokens are missing, or the loss would look at others than those that rollout correction kept.
@@ -35,14 +35,17 @@ def may_train(
     if collapse is not None:
         wanted = _act(services, alerts.reward_collapse, "the reward has collapsed", collapse, step)
     if not services.config.algorithm.rollout_correction.in_actor:
-        wanted = check_mismatch(services, scored.statistics, record, step) and wanted
-    wanted = check_cause(services, record, step) and wanted
+        wanted = act_on_mismatch(services, scored.statistics, record, step) and wanted
+    wanted = act_on_cause(services, record, step) and wanted
     record.add({"alerts/withheld_updates": float(not wanted)})
     return wanted
 
 
-def check_mismatch(services: Services, statistics: CorrectionStatistics | None, record: StepRecord, step: int) -> bool:
-    """Whether the step's mismatch, if it was measured, allows an update; where the actor corrects it is known afterwards."""
+def act_on_mismatch(services: Services, statistics: CorrectionStatistics | None, record: StepRecord, step: int) -> bool:
+    """Alert and stop as configured when the step's mismatch, if measured, is too large; returns whether it allows an update.
+
+    Where the actor corrects, the mismatch is known after the update alone.
+    """
     alerts = services.config.trainer.alerts
     limit, found = alerts.mismatch_limit, None if statistics is None else statistics.k3_kl
     # Not `found > limit`: a mismatch that is NaN is too large.
@@ -54,8 +57,8 @@ def check_mismatch(services: Services, statistics: CorrectionStatistics | None, 
     return _act(services, alerts.mismatch, "rollout and trainer disagree too much", text, step)
 
 
-def check_cause(services: Services, record: StepRecord, step: int) -> bool:
-    """Whether a cause of the gap that was named, and that no correction repairs, allows an update."""
+def act_on_cause(services: Services, record: StepRecord, step: int) -> bool:
+    """Stop as configured when a cause of the gap is named, which no correction repairs; returns whether it allows an update."""
     if not record.value(CAUSE):
         return True
     action = services.config.trainer.alerts.cause
@@ -70,7 +73,7 @@ def book_withheld(batch: TrainBatch, record: StepRecord) -> None:
 
 
 def _act(services: Services, action: AlertAction, title: str, text: str, step: int) -> bool:
-    """Tell, and do what the action says; whether the update is still wanted."""
+    """Send an alert and do what the action says; returns whether the update is still wanted."""
     consequence = {
         "warn": "training goes on",
         "skip": "this step's updates are left out; the engines get the weights anew and empty caches",

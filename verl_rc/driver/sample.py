@@ -79,7 +79,7 @@ class _Sampler:
         with self.record.stage("gen"), suppress(EnginesLostError):  # its samples are here; the next weight update replaces it
             self.services.engines.sleep()
         self.record.add({"perf/rollout_tokens_per_second": self._response_tokens / self._busy_seconds})
-        describe_sampled(self.services, batch, self._response_tokens, self.record)
+        record_sampled(self.services, batch, self._response_tokens, self.record)
 
 
 def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) -> Samples:
@@ -149,7 +149,7 @@ def book_baselines(record: StepRecord, num_tokens: int, scores: Tensor) -> None:
     record.add({"critic/reward_baselines/mean": float(scores.double().mean())})
 
 
-def describe_sampled(services: Services, batch: Samples, response_tokens: int, record: StepRecord) -> None:
+def record_sampled(services: Services, batch: Samples, response_tokens: int, record: StepRecord) -> None:
     """Book and count what a step trains on, of ``response_tokens`` that were sampled for it."""
     record.ledger.book_prompts({"in_batch": len(batch.prompts)})
     lengths = batch.rollouts.tokens.sequence_lengths

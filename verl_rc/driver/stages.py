@@ -94,7 +94,7 @@ def judge_gap(services: Services, state: RunState, gap: LogProbGap, record: Step
     return calibrated
 
 
-def describe_batch(
+def record_batch(
     services: Services,
     samples: Samples,
     evaluations: PolicyEvaluations,
@@ -102,7 +102,7 @@ def describe_batch(
     control: Control,
     record: StepRecord,
 ) -> None:
-    """Everything there is to know about the batch before the update."""
+    """Record everything there is to know about the batch before the update."""
     data, rollouts = services.config.data, samples.rollouts
     record.add(
         batch_metrics(scored.batch, samples.scores, scored.rewards, rollouts, data.max_response_length, data.max_prompt_length)
@@ -112,11 +112,11 @@ def describe_batch(
         coefficient = control.kl.kl_coef
         record.add({"actor/reward_kl_penalty": scored.reward_kl, "actor/reward_kl_penalty_coeff": coefficient})
     if scored.statistics is not None:
-        describe_correction(services, scored.statistics, control, record)
+        record_correction(services, scored.statistics, control, record)
 
 
-def describe_correction(services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord) -> None:
-    """``rollout_corr/*`` of the step, and its histogram.
+def record_correction(services: Services, statistics: CorrectionStatistics, control: Control, record: StepRecord) -> None:
+    """Record ``rollout_corr/*`` of the step, and its histogram.
 
     Raises ``NonFiniteLogProbError`` when too many log-probs are not finite.
     """

@@ -16,7 +16,7 @@ from verl_rc.driver.announce import say
 from verl_rc.driver.group_requests import GroupRequests
 from verl_rc.driver.sample import (
     book_baselines,
-    describe_sampled,
+    record_sampled,
     reward_outputs,
     sample_batch,
     too_few_informative,
@@ -139,7 +139,7 @@ class AsynchronousSupply:
         record.add(age_metrics(samples.rollouts, ages, step - 1, self._rule.oldest, self._options.max_token_age))
         record.add(version_metrics(samples.rollouts.policy_versions, samples.rollouts.response_mask, step - 1))
         record.add_records(reward_metrics(reward_outputs(samples)))
-        describe_sampled(self._services, samples, samples.num_tokens, record)
+        record_sampled(self._services, samples, samples.num_tokens, record)
         WHILE_WAITING.work = self._receive_beside_training
         return samples
 

@@ -48,11 +48,11 @@ def train(services: Services, state: RunState) -> None:
         control = Control.from_config(algorithm, state.control)
         with record.stage("adv"):
             scored = build_train_batch(samples, evaluations, algorithm, control, state.step, asynchrony)
-        stages.describe_batch(services, samples, evaluations, scored, control, record)
+        stages.record_batch(services, samples, evaluations, scored, control, record)
         state.health = stages.judge_causes(services, state.health, record, step)
         state.control = control.after_penalty(scored.reward_kl, len(samples)).after_correction(scored.statistics).state
         state.rewards = state.rewards.with_scores(samples.scores, trainer.alerts.reward_window)
-        if guards.may_train(services, state.rewards, samples, scored, record, step):
+        if guards.decide_update(services, state.rewards, samples, scored, record, step):
             update(services, state, scored.batch, evaluations, record)
         else:
             guards.book_withheld(scored.batch, record)
@@ -89,13 +89,13 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
     state.skipped_updates = count_skipped_updates(state.skipped_updates, report.kept_tokens, correction.max_skipped_updates)
     state.nonfinite_actor_updates = count_nonfinite_updates(state.nonfinite_actor_updates, "actor", report.grad_norms, limit)
     if report.correction is not None and report.gap is not None:  # the actor has corrected
-        stages.describe_correction(services, report.correction, control, record)
+        stages.record_correction(services, report.correction, control, record)
         record.add({} if report.signatures is None else report.signatures.signatures())
         state.health = stages.judge_causes(services, state.health, record, step)
         state.control = control.after_correction(report.correction).state
         state.rollout_gap_limit = stages.judge_gap(services, state, report.gap, record)
-        guards.check_mismatch(services, report.correction, record, step)
-        guards.check_cause(services, record, step)
+        guards.act_on_mismatch(services, report.correction, record, step)
+        guards.act_on_cause(services, record, step)
 
 
 def start(services: Services, state: RunState) -> float | None:

@@ -79,7 +79,7 @@ def look(
     record.ledger.sampled(int(sampled.response_mask.sum()))
     scored_step = cast(ScoredStep, SimpleNamespace(batch=batch, keep_mask=None, statistics=measured(k3_kl)))
     rewards = BEFORE.with_scores(samples.scores, window=1)
-    return guards.may_train(cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3), record
+    return guards.decide_update(cast(Services, run), rewards, cast(Samples, samples), scored_step, record, step=3), record
 
 
 def test_a_healthy_step_trains() -> None:
@@ -162,7 +162,7 @@ def test_in_bypass_mode_the_mismatch_is_judged_after_the_update() -> None:
     wanted, record = look(run, make_batch(), [1.0] * 3, k3_kl=None)
     assert wanted
     assert record.value("alerts/mismatch") is None
-    guards.check_mismatch(cast(Services, run), measured(0.5), record, step=3)
+    guards.act_on_mismatch(cast(Services, run), measured(0.5), record, step=3)
     assert record.value("alerts/mismatch") == 1
     assert run.stop.requested
 

@@ -26,9 +26,9 @@ from verl_rc.config.load import load_run_config
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.driver.evaluate import validation_metrics
-from verl_rc.driver.guards import check_mismatch, may_train
+from verl_rc.driver.guards import act_on_mismatch, decide_update
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
-from verl_rc.driver.stages import describe_batch, describe_correction, judge_gap, update_actor
+from verl_rc.driver.stages import judge_gap, record_batch, record_correction, update_actor
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.step_totals import StepTotals, age_metrics
 from verl_rc.driver.supply_progress import SupplyProgress
@@ -507,7 +507,7 @@ def a_mismatch_above_its_limit():
     alerts = SimpleNamespace(mismatch="warn", mismatch_limit=0.1)
     record, statistics = StepRecord(), SimpleNamespace(k3_kl=0.25)
     services = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(alerts=alerts)), tracker=Mock())
-    assert check_mismatch(services, statistics, record, step=1)
+    assert act_on_mismatch(services, statistics, record, step=1)
     return record.metrics(), {"alerts/mismatch": 1}
 
 
@@ -522,7 +522,7 @@ def a_reward_that_has_collapsed():
     with patch("verl_rc.driver.guards.require_sampled_tokens"):
         scored = SimpleNamespace(batch=batch, keep_mask=None, statistics=None)
         services = SimpleNamespace(config=config, tracker=Mock())
-        assert not may_train(services, rewards, Mock(), scored, record, step=2)
+        assert not decide_update(services, rewards, Mock(), scored, record, step=2)
     return record.metrics(), {"alerts/reward_collapse": 1, "alerts/withheld_updates": 1}
 
 
@@ -535,7 +535,7 @@ def the_histogram_and_a_threshold_that_follows():
     services = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(rollout_correction=config)))
     control = SimpleNamespace(correction=lambda config: config, threshold=SimpleNamespace(threshold=1.25))
     record, tracker = StepRecord(), Mock()
-    describe_correction(services, statistics_of_step, control, record)
+    record_correction(services, statistics_of_step, control, record)
     record.log(tracker, step=1)
     name, edges, counts, _ = tracker.log_histogram.call_args.args
     inside = sum(count for count, low, high in zip(counts, edges, edges[1:], strict=False) if low <= -2 * LN2 <= high)
@@ -806,7 +806,7 @@ def penalties_of_the_divergence():
     scored = SimpleNamespace(reward_kl=divergence, statistics=None, batch=None, rewards=None)
     stages = "verl_rc.driver.stages"
     with patch(f"{stages}.batch_metrics", return_value={}), patch(f"{stages}.policy_gap_metrics", return_value={}):
-        describe_batch(services, Mock(), evaluations, scored, control, record)
+        record_batch(services, Mock(), evaluations, scored, control, record)
     batch = train_batch()
     record.ledger.sampled(int(batch.response_mask.sum()))
     with patch("verl_rc.driver.stages.plan_mini_batches", return_value=[]):
