@@ -151,7 +151,7 @@ class AsynchronousSupply:
             self._receive(record, version=step)
         # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could come with.
         rides = self._options.deterministic_steps is None and step < self._services.total_steps
-        limit = weights.publish(self._services, self._state, step, record, with_canary=False if rides else None)
+        limit = weights.publish(self._services, self._state, step, record, canary="never" if rides else "if due")
         if rides and weights.canary_is_due(self._services, step):
             self._canaries = weights.submit_canary(self._services)
         self._now.admission = self._now.admission.publish(step)

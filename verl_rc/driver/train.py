@@ -101,7 +101,7 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
 def start(services: Services, state: RunState) -> float | None:
     """Give the engines their weights; validate first if that is wanted, and return the accuracy. A resumed run goes right on."""
     trainer, record, step = services.config.trainer, StepRecord(), state.step
-    state.canary_gap_limit = weights.publish(services, state, step, record, with_canary=True)
+    state.canary_gap_limit = weights.publish(services, state, step, record, canary="always")
     wanted = trainer.val_only or (trainer.val_before_train and step == 0)
     accuracy = validate(services, state, record, step) if wanted else None
     if wanted or step == 0:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
@@ -38,14 +39,13 @@ def replace_engines(services: Services, lost: EnginesLostError, record: StepReco
 
 
 def publish(
-    services: Services, state: RunState, version: int, record: StepRecord, with_canary: bool | None = None
+    services: Services, state: RunState, version: int, record: StepRecord, canary: Literal["if due", "always", "never"] = "if due"
 ) -> float | None:
     """Send the current weights to every engine as ``version`` and prove that they arrived; engines that are lost are replaced.
 
-    Canary tokens are generated and waited for ``with_canary``, None: if they are due. Returns the limit of their gap, which the
-    first ones calibrate.
+    ``canary``: when canary tokens are generated and waited for. Returns the limit of their gap, which the first ones calibrate.
     """
-    with_canary = canary_is_due(services, version) if with_canary is None else with_canary
+    with_canary = canary == "always" or (canary == "if due" and canary_is_due(services, version))
     try:
         limit = _deliver(services, state, version, record, with_canary)
     except EnginesLostError as lost:
