@@ -72,7 +72,7 @@ def gradients_of_rank(folder: Path, rank: int, world_size: int, port: int) -> Gr
         for mode in MODES:
             policy_loss = PolicyLossConfig.model_validate(LOSSES.get(name, {}))
             worker._actor = worker._actor.model_copy(update={"loss_agg_mode": mode, "policy_loss": policy_loss})
-            correction = ActorCorrection(worker._correction, worker._mesh, policy_version=0) if bypass else None
+            correction = ActorCorrection(UpdateRequest(worker._correction, 0), worker._mesh) if bypass else None
             worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
             found[name, mode] = flat(p.grad.full_tensor() for p in worker.model.module.parameters())  # type: ignore[union-attr]
             worker.model.discard_gradients()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, require_finite
 from verl_rc.data.batches import TokenScores, TrainBatch
 from verl_rc.distributed.process_group import DeviceMesh, all_reduce_max, all_reduce_sum
@@ -30,18 +29,15 @@ CurrentLogProbs = Callable[[Sequence[int]], tuple[TrainBatch, Tensor]]
 class ActorCorrection:
     """Corrects one mini-batch after the other and keeps the statistics of them all."""
 
-    def __init__(
-        self, config: RolloutCorrectionConfig, mesh: DeviceMesh, policy_version: int, updates_per_step: int = 1
-    ) -> None:
-        """``mesh``: the data-parallel ranks that share every mini-batch; token ages count from ``policy_version``."""
-        self._updates_per_step = updates_per_step
+    def __init__(self, request: UpdateRequest, mesh: DeviceMesh) -> None:
+        """``mesh``: the data-parallel ranks that share every mini-batch."""
         self.updates = 0
         """Optimizer updates of the step so far."""
-        self.compares = False
-        """Whether the batch has recomputed log-probs of the proximal policy, to compare interpolated ones with."""
-        self._config = config
+        self.compares = request.compares_proximal
+        self._updates_per_step = max(1, len(request.mini_batches))
+        self._config = request.correction
         self._mesh = mesh
-        self._policy_version = policy_version
+        self._policy_version = request.policy_version
         self._whole: CorrectionStatistics | None = None
         self._seen: CorrectionStatistics | None = None
         self._all: CorrectionStatistics | None = None
@@ -50,13 +46,6 @@ class ActorCorrection:
         self._gap = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         self.statistics_seconds = 0.0
         """Seconds spent on passes without gradient that only served statistics."""
-
-    @classmethod
-    def for_updates(cls, request: UpdateRequest, mesh: DeviceMesh) -> "ActorCorrection":
-        """For the updates of a step."""
-        correction = cls(request.correction, mesh, request.policy_version, len(request.mini_batches))
-        correction.compares = request.compares_proximal
-        return correction
 
     def measure_mini_batch(self, micro_batches: Sequence[Sequence[int]], current: CurrentLogProbs) -> MiniBatchCounts | None:
         """Measure the mini-batch in a pass without gradient, if the loss depends on it as a whole; collective.

@@ -116,7 +116,7 @@ class PolicyWorker(Learner):
         Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (where the actor corrects: the current
         log-probs are the first that can be compared with the engine's).
         """
-        correction = ActorCorrection.for_updates(request, self._mesh) if self._correction.in_actor else None
+        correction = ActorCorrection(request, self._mesh) if self._correction.in_actor else None
         totals, kept_tokens, gap = ObjectiveTotals("actor", len(request.mini_batches)), [], None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:

@@ -20,6 +20,7 @@ from verl_rc.distributed.process_group import DeviceMesh
 from verl_rc.losses import Aggregation
 from verl_rc.ppo.objective import policy_objective
 from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.updates import UpdateRequest
 
 ACTOR = small_run_config(Path("unused")).actor_rollout_ref.actor
 LENGTHS, NUMBERS = "correction/sequences.py:sequence_chunks", "correction/statistics.py:_numbers"
@@ -77,7 +78,7 @@ def corrected_losses(batch: TrainBatch, log_probs: Tensor, config: RolloutCorrec
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_the_actor_reads_its_statistics_once_a_mini_batch(case: dict[str, Any]) -> None:
     batch, config, log_probs = case_batch(case), case_config(case), torch.tensor(case["log_probs"])
-    correction = ActorCorrection(config, cast(DeviceMesh, OneRank()), policy_version=0)
+    correction = ActorCorrection(UpdateRequest(config, 0), cast(DeviceMesh, OneRank()))
     with HostReads() as reads:
         corrected_losses(batch, log_probs, config, correction)
         assert set(reads.places) == {LENGTHS}
@@ -90,7 +91,7 @@ def test_micro_batches_are_corrected_without_a_wait_for_the_device(case: dict[st
     config = case_config(case)
     with FakeTensorMode():
         batch, log_probs = case_batch(case), torch.tensor(case["log_probs"])
-        correction = ActorCorrection(config, cast(DeviceMesh, OneRank()), policy_version=0)
+        correction = ActorCorrection(UpdateRequest(config, 0), cast(DeviceMesh, OneRank()))
         corrected_losses(batch, log_probs, config, correction)
         with pytest.raises(DataDependentOutputException):
             correction.finish()  # the announced copy

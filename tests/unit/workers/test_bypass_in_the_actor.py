@@ -50,7 +50,7 @@ def test_golden_gradient_and_metrics(worker: TablePolicy, case: dict[str, Any], 
     worker._correction = case_config(case)
     worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
     worker.table = torch.tensor(case["log_probs"]).requires_grad_()
-    correction = ActorCorrection(worker._correction, worker._mesh, policy_version=0)
+    correction = ActorCorrection(UpdateRequest(worker._correction, 0), worker._mesh)
     counted = batch.response_mask.sum(-1)
     share = MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(counted.sum()))
     kept = worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), correction)
@@ -83,7 +83,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     generator = torch.Generator().manual_seed(0)
     table = torch.tensor(case["log_probs"])
     entropies, squares = torch.rand(table.shape, generator=generator), 1 + torch.rand(table.shape, generator=generator)
-    correction = ActorCorrection(config, worker._mesh, policy_version=0)
+    correction = ActorCorrection(UpdateRequest(config, 0), worker._mesh)
     for moved in (0.0, 0.7):  # the second one comes after an update
         for rows in parts:
             current = TokenScores(table[rows] + moved, entropies[rows], squares[rows])
@@ -104,7 +104,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     signatures = found.signatures()
     assert {"rollout_corr/logit_noise", "rollout_corr/temperature_slope", "rollout_corr/missing_mass"} <= signatures.keys()
     assert signatures == pytest.approx({name: decoupled[name] for name in signatures}, rel=1e-9)
-    core = ActorCorrection(config.model_copy(update={"diagnostics": "core"}), worker._mesh, policy_version=0)
+    core = ActorCorrection(UpdateRequest(config.model_copy(update={"diagnostics": "core"}), 0), worker._mesh)
     core.measure_first_signatures(batch, TokenScores(table, entropies, squares))
     assert core.signatures() is None
 
