@@ -76,9 +76,14 @@ class ActorCorrection:
         self._add_gap(batch, log_probs)
         return correct_current(batch, log_probs, self._config, self._whole or found)
 
+    @property
+    def measures_signatures(self) -> bool:
+        """Whether signatures of the mini-batch are wanted: those of the first one, after which the policies differ by design."""
+        return self._all is None and self._config.diagnostics == "full"
+
     def measure_first_signatures(self, batch: TrainBatch, current: TokenScores) -> None:
-        """Measure the signatures of a micro-batch, if it is of the first mini-batch: after it the policies differ by design."""
-        if self._all is None and self._config.diagnostics == "full":
+        """Measure the signatures of a micro-batch, if they are wanted."""
+        if self.measures_signatures:
             found = measure_signatures(batch, current)
             self._signature_statistics = found if self._signature_statistics is None else self._signature_statistics.merge(found)
 

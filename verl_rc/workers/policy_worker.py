@@ -174,7 +174,7 @@ class PolicyWorker(Learner):
 
         def compute_objective(rows: Sequence[int]) -> Objective:
             given = part = select_sequences(batch, rows, self._device)
-            current = self.score(part)
+            current = self.score(part, with_sum_pi_squared=correction is not None and correction.measures_signatures)
             if correction is not None:
                 correction.measure_first_signatures(part, current)
                 part = correction.correct(part, current.log_probs)
@@ -186,11 +186,10 @@ class PolicyWorker(Learner):
         accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
         return share.num_loss_tokens if correction is None else correction.finish()
 
-    def score(self, part: TrainBatch) -> TokenScores:
+    def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
         """Current log-probs (and entropies where loss or metrics need them) of a micro-batch, with gradient."""
-        in_actor = self._correction.in_actor
-        with_entropy, squares = self._actor.entropy_coeff != 0 or in_actor, in_actor and self._needs_sum_pi_squared
-        return score_tokens(self.model.module, part.tokens, self._forward, with_entropy, squares)
+        with_entropy = self._actor.entropy_coeff != 0 or self._correction.in_actor
+        return score_tokens(self.model.module, part.tokens, self._forward, with_entropy, with_sum_pi_squared)
 
     def _covariance(
         self, batch: TrainBatch, share: MiniBatchShare, correction: ActorCorrection | None

@@ -25,14 +25,18 @@ class TablePolicy(PolicyWorker):
     """An actor whose current log-probs are a table: a row's number is its first prompt token."""
 
     table: torch.Tensor
+    asked_for_squares: list[bool]
+    """Of every forward pass."""
 
-    def score(self, part: TrainBatch) -> TokenScores:
+    def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
+        self.asked_for_squares.append(with_sum_pi_squared)
         return TokenScores(self.table[part.tokens.prompts[:, 0]], None)
 
 
 @pytest.fixture(scope="module")
 def worker(model_folder: Path) -> Iterator[TablePolicy]:
     worker = TablePolicy(small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=1)
+    worker.asked_for_squares = []
     yield worker
     worker.close()
 
@@ -107,6 +111,19 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     core = ActorCorrection(UpdateRequest(config.model_copy(update={"diagnostics": "core"}), 0), worker._mesh)
     core.measure_first_signatures(batch, TokenScores(table, entropies, squares))
     assert core.signatures() is None
+
+
+@pytest.mark.parametrize("diagnostics", ["core", "full"])
+def test_sums_of_squared_probabilities_are_computed_for_the_first_mini_batch_alone(worker: TablePolicy, diagnostics: str) -> None:
+    case = CASES[0]
+    batch = numbered_batch(case)
+    worker._correction = RolloutCorrectionConfig.model_validate({"bypass_mode": True, "diagnostics": diagnostics})
+    worker.table = torch.tensor(case["log_probs"]).requires_grad_()
+    counted = batch.response_mask.sum(-1)
+    share = MiniBatchShare([[0, 1, 2], [3, 4, 5]], int(counted.sum()), 6, int(counted.sum()))
+    worker.asked_for_squares.clear()
+    worker.update(batch, UpdateRequest(worker._correction, 0, [share, share]))
+    assert worker.asked_for_squares == [diagnostics == "full"] * 2 + [False] * 2
 
 
 def test_a_mini_batch_of_which_nothing_is_kept_is_skipped(worker: TablePolicy) -> None:
