@@ -59,9 +59,11 @@ def whole_parameters(model: nn.Module, empty: Callable[[Tensor], Tensor]) -> Ite
                 # A tied parameter is one tensor in two modules, before and after.
                 whole = nn.Parameter(empty(parameter), parameter.requires_grad)
                 setattr(module, name, wholes.setdefault(parameter, whole))
-    yield
-    for module, name, shard in shards:
-        setattr(module, name, shard.requires_grad_(getattr(module, name).requires_grad))
+    try:
+        yield
+    finally:
+        for module, name, shard in shards:
+            setattr(module, name, shard.requires_grad_(getattr(module, name).requires_grad))
 
 
 def without_memory(parameter: Tensor) -> Tensor:
