@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask
 from verl_rc.tensor_ops import ScoreOptions
-from verl_rc.workers.language_model import packed_inputs, packed_logits, padded_inputs
+from verl_rc.workers.packing import packed_inputs, packed_logits, padded_inputs
 from verl_rc.workers.scoring_head import PredictedTokens, score_predicted
 
 
