@@ -31,6 +31,7 @@ from verl_rc.driver.supply_progress import SupplyProgress, ages_to_come
 from verl_rc.ppo.admission import Admission
 from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
+from verl_rc.report.ahead import advice
 from verl_rc.rewards import RewardError
 
 _POLL_SECONDS = 0.05
@@ -184,7 +185,7 @@ class AsynchronousSupply:
         elapsed = time.perf_counter() - self._step_began
         now.waits = now.waits.with_step(elapsed, record.seconds.get("gen", 0.0), since.longest_group)
         if step == self._services.total_steps:
-            say("%s", now.waits.advice(self._options))
+            say("%s", advice(now.waits, self._options))
         return now.state()
 
     # groups on their way to the engines

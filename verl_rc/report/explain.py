@@ -5,18 +5,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl_rc.config.algorithms import AGGREGATIONS
-from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.ppo.step_time import MeasuredStep
+from verl_rc.report.ahead import Row, prediction, publications, rule_of_ages
 from verl_rc.report.plan import Phase, Plan, PolicyPlan, UpdateArithmetic, plan_of
 
 PLAN_FILE = "plan.txt"
 _WIDTH = 118
 _NAME_WIDTH = 12
-
-Row = tuple[str, str]
-"""A symbol or name, and its meaning."""
 
 _WEIGHTS = {
     "token": "the token's own ratio",
@@ -257,72 +254,10 @@ def _ahead(config: RunConfig, measured: MeasuredStep | None) -> Iterator[str]:
     options = config.async_training
     if options.is_synchronous:
         return
-    yield from _table(_rule_of_ages(config))
-    yield from _table(_publications(config))
+    yield from _table(rule_of_ages(config))
+    yield from _table(publications(config))
     if measured is not None:
-        yield from _table([("predicted", sentence) for sentence in measured.prediction(options)])
-
-
-def _rule_of_ages(config: RunConfig) -> Iterator[Row]:
-    options, rollout, oldest = config.async_training, config.actor_rollout_ref.rollout, config.async_training.oldest
-    versions = "may have several versions" if options.cuts else "has one version"
-    yield "ages", f"a response {versions} of the weights and is 0 to {oldest} step(s) old when it is trained on, never older"
-    if options.resolved_order == "admitted":
-        order = "in which prompts were admitted: a step waits for its last one"
-    elif options.keeps_ages:
-        order = "of completion, the oldest version first"
-    elif options.max_off_policy_strategy == "drop":
-        order = f"of completion, the oldest version first; what would be older than {oldest} step(s) is dropped and replaced"
-    else:
-        order = f"of completion, the oldest version first; the trainer waits for what would be older than {oldest} step(s)"
-    yield "order", f"that {order}"
-    count = options.groups_in_memory(config.data.train_batch_size)
-    greedy = " and a greedy one" if config.algorithm.estimator_reads("reward_baselines") else ""
-    yield "in memory", f"at most {count} prompts, {rollout.n} samples{greedy} each, are sampled or wait"
-    if options.max_concurrent_rollouts is not None:
-        most = options.max_concurrent_rollouts
-        yield "at once", f"an engine works on at most {most} samples, those that wait for tools included; the oldest begin first"
-    if options.max_token_age is not None:
-        yield "token age", f"tokens older than {options.max_token_age} step(s) leave the loss; the baseline keeps their samples"
-    late = options.group_timeout_seconds
-    if late is not None:
-        yield "time limit", f"a prompt whose samples take longer than {late:g} s is sampled once more, then replaced"
-
-
-def _publications(config: RunConfig) -> Iterator[Row]:
-    options, trainer = config.async_training, config.trainer
-    every, canaries = options.trigger_parameter_sync_step, config.actor_rollout_ref.rollout.sync_proof.canary_freq
-    when = "after every step" if every == 1 else f"after every {every} steps and the last one"
-    behind = {
-        "finish": "engines finish what they have first",
-        "recompute": "the weights change under running responses, whose tokens so far the engines compute again",
-        "keep": "the weights change under running responses, which go on behind the keys and values of the old ones",
-    }
-    yield "publishing", f"{when}; {behind[options.on_update]}"
-    if config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates:
-        yield "", "engines receive them beside running responses, into a second copy of the weights, and pause only to load them"
-    if options.deterministic_steps is not None:
-        yield "", f"each engine makes {options.deterministic_steps} steps with a version and waits for the next: equal runs"
-    if not config.overlaps:
-        yield "", "engines share the trainer's devices: all that a version admits is sampled before its first step is trained"
-    elif not options.cuts:
-        yield "", "so the steps from one publication to the next take as long as the slower of both sides"
-    if every > 1:
-        yield "", "only a step that publishes is validated and saved" + _rounded(trainer.save_freq, options)
-    frequency = f"every {canaries} publications and at the start" if canaries > 0 else "at the start"
-    yield "proof", f"old tokens prove nothing about the engines' weights: the gap of canary tokens alone is limited, {frequency}"
-    if canaries > 0 and options.deterministic_steps is None:
-        yield "", "they are sampled beside the next batch and judged with it; nothing waits for them"
-    if options.staleness > 1 and not options.partial_rollout:
-        yield "", (
-            f"{float(options.staleness):g} publications ahead wait for the same end of sampling as 1: tokens get older, steps no "
-            "shorter"
-        )
-
-
-def _rounded(frequency: int, options: AsyncTrainingConfig) -> str:
-    steps = options.rounded_to_publications(frequency)
-    return "" if steps == frequency else f": trainer.save_freq={frequency} is rounded up to {steps}"
+        yield from _table([("predicted", sentence) for sentence in prediction(measured, options)])
 
 
 def _batch(plan: Plan) -> Iterator[str]:
