@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evidence.studies import ACCURACY, Study
 
-from verl_rc.report.picture import whole_lines
+from verl_rc.report.run_folder import whole_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 CURVES = (

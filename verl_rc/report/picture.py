@@ -5,11 +5,13 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from verl_rc.report.run_folder import whole_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,12 +98,6 @@ def read_curves(folder: Path) -> Curves:
     if not has_steps:
         raise ValueError(f"{path} must hold at least one step; the run has logged none yet.")
     return curves
-
-
-def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number, from 1, and text of each line that has an end: a killed run may leave half a line."""
-    with path.open(encoding="utf-8") as file:
-        yield from ((number, line) for number, line in enumerate(file, start=1) if line.endswith("\n"))
 
 
 def _add(curves: Curves, step: int, record: Mapping[str, object]) -> None:

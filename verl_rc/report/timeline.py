@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_rc.metrics.trace import STEP, TRACE_FILE
-from verl_rc.report.picture import COLOURS, whole_lines, write_picture
+from verl_rc.report.picture import COLOURS, write_picture
+from verl_rc.report.run_folder import whole_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,21 +18,35 @@ def read_records(path: Path, notes: list[str], max_complaints: int = 3) -> Itera
         return
     broken: list[int] = []
     half = False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            record = parse_line(line)
-            step = None if record is None else as_step(record.get("step"))
-            if record is not None and step is not None:
-                yield step, record
-            elif not line.endswith("\n"):
-                half = True
-            elif line.strip():
-                broken.append(number)
+    for number, line in _lines(path):
+        record = None if line is None else parse_line(line)
+        step = None if record is None else as_step(record.get("step"))
+        if record is not None and step is not None:
+            yield step, record
+        elif line is None:
+            half = True
+        elif line.strip():
+            broken.append(number)
     if half:
         notes.append(f"{path.name}: the last line is half written and left out; the run was killed, or is writing it now.")
     if broken:
         named = ", ".join(map(str, broken[:max_complaints])) + (", …" if len(broken) > max_complaints else "")
         notes.append(f"{path.name}: {len(broken)} line(s) are no records and are left out: {named}.")
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number, from 1, and text of each line, with its end; without half a last line."""
+    yield from ((number, line) for number, line in _lines(path) if line is not None)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str | None]]:
+    """Number and text of each line; None for half a line, which a killed run leaves behind, or a run is writing now."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                yield number, line
+            else:
+                yield number, None if parse_line(line) is None else f"{line}\n"
 
 
 def parse_line(line: str) -> Record | None:
