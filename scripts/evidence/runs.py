@@ -1,6 +1,7 @@
 """Running what a study lacks: one run after the other, each result kept as a line of a file."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -128,17 +129,9 @@ def start_trainer(overrides: Sequence[str]) -> int:
 
 
 def prepare(folder: Path) -> None:
-    """Make the task and the model that all runs start from, once: steps 2 and 3 of the quickstart with seed 1."""
+    """Make the task and the model that all runs start from, once."""
     if (folder / "sft_model" / "config.json").is_file():
         return
-    data, base, model = folder / "data", folder / "base_model", folder / "sft_model"
-    for command in (
-        ["scripts/prepare_data/digits.py", "--output_dir", str(data), "--seed", "1"],
-        ["scripts/make_tiny_model.py", "--output_dir", str(base), "--seed", "1", "--num_heads", "4"],
-        [
-            *("-m", "verl_rc.main_sft", f"model.path={base}", f"data.train_files={data}/sft_train.parquet"),
-            *(f"data.val_files={data}/sft_val.parquet", f"trainer.output_dir={model}", "trainer.seed=1"),
-            "trainer.stop_at_accuracy=0.2",
-        ],
-    ):
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    fixed = {"RUN_ROOT": str(folder.resolve()), "SEED": "1", "NUM_HEADS": "4", "PYTHON": sys.executable}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("DATA_DIR", "MODEL_PATH")}
+    subprocess.run(["bash", "scripts/warm_start.sh"], cwd=ROOT, env={**inherited, **fixed}, check=True)
