@@ -135,6 +135,8 @@ class StepLoop(Generic[S]):
         """Samples that wait for a tool."""
         self._back: deque[tuple[str, Future[Any]]] = deque()
         """Those of them whose answer has come."""
+        self._cancelled: set[int] = set()
+        """Numbers of samples that were cancelled while their submission was queued."""
         self._arrivals = count()
         self._holds: set[str] = set()
         self._steps_left: int | None = None
@@ -155,9 +157,10 @@ class StepLoop(Generic[S]):
 
         def add(_: S) -> None:
             for sample in samples:
-                self._wait(next(self._arrivals), _Submitted(sample, box), _Rank.NEW)
+                if sample.ahead or sample.number not in self._cancelled:
+                    self._wait(next(self._arrivals), _Submitted(sample, box), _Rank.NEW)
 
-        self._post(add, "step")
+        self.post(add)
 
     def take(self, box: Box, at_least: int = 1, wait_seconds: float | None = None) -> Box:
         """Empty ``box`` once it holds ``at_least`` samples or ``wait_seconds`` are over (None: no limit).
@@ -182,6 +185,14 @@ class StepLoop(Generic[S]):
             release: Ends the hold of this word if the action succeeds.
         """
 
+        # Outside the lock: the owning thread needs it to run the command.
+        return self.post(action, after, hold, release).result()
+
+    def post(
+        self, action: Callable[[S], T], after: After = "step", hold: str = "", release: str = "", *, overtakes: bool = False
+    ) -> "Future[T]":
+        """Queue what ``call`` runs, and return at once. With ``overtakes`` it waits for no call that was queued before."""
+
         def held(sampler: S) -> T:
             if hold:
                 self._holds.add(hold)
@@ -189,22 +200,21 @@ class StepLoop(Generic[S]):
             self._holds.discard(release)
             return result
 
-        # Outside the lock: the owning thread needs it to run the command.
-        return self._post(held, after).result()
+        command = _Command(held, Future(), after)
+        with self._changed:
+            if self._end is not None:
+                raise self._end
+            if overtakes:
+                self._commands.appendleft(command)
+            else:
+                self._commands.append(command)
+            self._changed.notify_all()
+        return command.answer
 
     def stop(self) -> None:
         """End the thread after its current step; later calls raise ``RuntimeError``."""
         self._finish(RuntimeError("the engine's step loop was stopped."))
         self._thread.join()
-
-    def _post(self, action: Callable[[S], T], after: After) -> "Future[T]":
-        command = _Command(action, Future(), after)
-        with self._changed:
-            if self._end is not None:
-                raise self._end
-            self._commands.append(command)
-            self._changed.notify_all()
-        return command.answer
 
     def _finish(self, reason: BaseException) -> None:
         with self._changed:
@@ -226,8 +236,12 @@ class StepLoop(Generic[S]):
         return [submitted.sample for submitted in cut]
 
     def cancel(self, sampler: S, numbers: Collection[int]) -> None:
-        """Drop these samples without priority, whether they run, wait or are away; those that have ended stay in their box."""
+        """Drop these samples without priority, whether they run, wait, are away, or come with a submission that is still queued.
+
+        Those that have ended stay in their box.
+        """
         dropped = set(numbers)
+        self._cancelled |= dropped
         kept = [entry for entry in self._waiting if entry[3].sample.ahead or entry[3].sample.number not in dropped]
         waiting = {str(arrival) for _, _, arrival, _ in self._waiting} - {str(arrival) for _, _, arrival, _ in kept}
         begun = {**self._running, **self._away}
@@ -296,6 +310,8 @@ class StepLoop(Generic[S]):
     def _next_command(self) -> _Command | None:
         """Wait for work. Returns the first command if it may run now, None if a step may run or answers have come."""
         with self._changed:
+            if not self._commands:  # so no submission is queued
+                self._cancelled.clear()
             self._changed.wait_for(lambda: self._back or self._may_run_command() or self._may_step() or self._end is not None)
             return self._commands.popleft() if self._may_run_command() else None
 

@@ -474,3 +474,26 @@ def test_what_is_cancelled_is_sampled_no_further_and_frees_its_place(loops: Any,
     assert loop.take(validation, wait_seconds=PATIENCE) == [(1, (1, 1))]
     assert not loop.call(lambda sampler: sampler.left or sampler.versions)
     assert not loop._waiting
+
+
+def test_what_is_cancelled_does_not_wait_for_an_update_that_waits_for_it(loops: Any, steps: threading.Semaphore) -> None:
+    """Also when it was submitted behind the update, and is not in the loop yet."""
+    loop, box = loops(4, Labelled), []
+    loop.submit([sample(0, 1), sample(1, 1000)], box)
+
+    def publish(sampler: Countdown) -> None:
+        assert not sampler.left
+        sampler.version = 1
+
+    published = loop.post(publish, after="all")
+    loop.submit([sample(2, 2), sample(3, 2)], box)
+    steps.release(20)
+    assert loop.take(box, wait_seconds=PATIENCE) == [(0, (0,))]
+    cancelled = loop.post(lambda sampler: loop.cancel(sampler, [1, 2]), overtakes=True)
+    steps.release(20)
+    cancelled.result(PATIENCE)
+    published.result(PATIENCE)
+    assert loop.take(box, wait_seconds=PATIENCE) == [(3, (1, 1))]
+    loop.submit([sample(2, 1)], box)  # nothing is queued any more: a number that comes again is another sample
+    assert loop.take(box, wait_seconds=PATIENCE) == [(2, (1,))]
+    assert not loop.call(lambda sampler: sampler.left)
