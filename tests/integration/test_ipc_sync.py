@@ -148,6 +148,28 @@ def test_a_staged_update_pauses_nothing_while_it_is_received(model: Any, sender:
     engine.call("act_on_update", "finish")
 
 
+def test_a_staged_update_waits_for_whole_responses_and_its_caller_does_not(
+    model: Any, sender: WeightSender, engine: OtherProcess
+) -> None:
+    """What was submitted before it has the old weights alone, what comes later the new ones; cancelled ones are no obstacle."""
+    change(model, seed=10)
+    publish(sender, engine, 10)
+    join(sender, engine)
+    engine.call("submit", samples(6))
+    change(model, seed=11)
+    engine.ask("stage_weights", sender.manifest.to_plain(), BUCKET_BYTES)
+    sent = sender.send()
+    engine.answer()
+    engine.call("load_staged", 11)
+    engine.call("cancel", [0])
+    engine.call("submit", [replace(one, number=one.number + 10) for one in samples(2)])
+    ended = collect(engine, 7)
+    versions = {number: set(row.policy_versions[0].tolist()) - {-1} for number, row in ended.items()}
+    assert versions == {number: {11 if number >= 10 else 10} for number in (1, 2, 3, 4, 5, 10, 11)}
+    check_receipts(sender.manifest, sent, [receipts(engine.call("loaded"))], 11)
+    assert gap_to_model(model, engine, 11) < 1e-4
+
+
 def test_an_update_that_broke_off_within_a_layer_leaves_nothing_in_the_next(
     model: Any, sender: WeightSender, engine: OtherProcess
 ) -> None:

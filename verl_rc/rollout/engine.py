@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 from operator import itemgetter
@@ -12,7 +13,7 @@ import torch
 from verl_rc.data.batches import Completions
 from verl_rc.rollout.response import UNKNOWN, Collected, Ended, Interrupted, Response
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import Box, QueuedSample, StepLoop
+from verl_rc.rollout.step_loop import After, Box, QueuedSample, StepLoop
 from verl_rc.rollout.tools import ToolFailedError
 from verl_rc.rollout.vllm_sampler import VllmSampler
 from verl_rc.weight_sync import receiver
@@ -41,6 +42,9 @@ class RolloutEngine:
         self._paused_at = 0.0
         """When the last update began, ``time.perf_counter`` seconds."""
         self._loop = StepLoop(partial(VllmSampler, options), options.max_concurrent)
+        self._loaded: Future[list[dict[str, Any]]] = Future()
+        """The receipts of the last ``load_staged``."""
+        self._staged: list[receiver.Bucket] = []
         if options.deterministic_steps is not None:
             self._loop.call(lambda _: self._loop.limit(0))
 
@@ -60,18 +64,44 @@ class RolloutEngine:
         mine = receiver.ReceiverAddress(
             address.host, address.port, address.world_size, first_rank, backend, address.timeout_seconds
         )
-        self._loop.call(lambda sampler: sampler.llm.init_weight_transfer_engine({"init_info": asdict(mine)}))
+        # The next update follows, also where one that is staged waits for samples.
+        self._loop.post(
+            lambda sampler: sampler.llm.init_weight_transfer_engine({"init_info": asdict(mine)}), overtakes=True
+        ).result()
 
     def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
         """Receive a broadcast weight update as ``version`` and reset the prefix cache; returns a receipt per worker."""
-        request = {"manifest": manifest, "bucket_bytes": bucket_bytes}
         if self._options.stages_updates:
-            receiver_of_worker = self._loop.call(lambda sampler: sampler.weight_receiver())
-            receiver_of_worker.stage(request)  # in this thread, while that of the loop goes on stepping
-            request = {"staged": True}
+            self.stage_weights(manifest, bucket_bytes)
+            self.load_staged(version)
+            return self._loaded.result()
         self.begin_update()
-        self._update(request)
+        self._update({"manifest": manifest, "bucket_bytes": bucket_bytes})
         return self.finish_update(version)
+
+    def stage_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int) -> None:
+        """Receive a broadcast weight update beside the samples that run, and keep it aside for ``load_staged``."""
+        receiver_of_worker = self._loop.post(lambda sampler: sampler.weight_receiver(), overtakes=True).result()
+        # In this thread, while that of the loop goes on stepping.
+        self._staged = receiver_of_worker.stage({"manifest": manifest, "bucket_bytes": bucket_bytes})
+
+    def load_staged(self, version: int) -> None:
+        """Load what ``stage_weights`` received last as ``version``, as soon as an update may begin. Returns at once.
+
+        What is submitted later is sampled with it.
+        """
+        staged, self._staged = self._staged, []
+
+        def load(sampler: VllmSampler) -> list[dict[str, Any]]:
+            self._begin(sampler)
+            sampler.llm.update_weights({"update_info": {"staged": staged}})
+            return self._finish(sampler, version)
+
+        self._loaded = self._loop.post(load, after=self._update_waits_for, hold="update", release="update")
+
+    def loaded(self) -> list[dict[str, Any]] | None:
+        """A receipt per worker of the last ``load_staged``; None: it is still to come."""
+        return self._loaded.result() if self._loaded.done() else None
 
     def device_keys(self) -> list[str]:
         """The device of each worker, named as trainer ranks name theirs."""
@@ -82,19 +112,7 @@ class RolloutEngine:
 
         Running samples are dealt with as ``EngineOptions.on_update`` says; with ``deterministic_steps`` once these are made.
         """
-
-        def begin(sampler: VllmSampler) -> None:
-            self._paused_at = time.perf_counter()
-            if self._options.deterministic_steps is not None:
-                self._loop.limit(0)
-            cut = self._loop.cut(sampler) if self._on_update == "recompute" else []
-            so_far: dict[int, Response] = dict(sorted(self._loop.so_far(sampler), key=itemgetter(0)))
-            again = sum(len(one.request.prompt_token_ids) + len(so_far[one.number].token_ids) for one in cut)
-            self._interrupted = Interrupted(list(so_far), self._collect(list(so_far.values())), recomputed_tokens=again)
-            sampler.llm.start_weight_update()
-
-        waits = self._on_update == "finish" or self._options.deterministic_steps is not None
-        self._loop.call(begin, after="all" if waits else "priority", hold="update")
+        self._loop.call(self._begin, after=self._update_waits_for, hold="update")
 
     def load_bucket(self, handle: BucketHandle) -> None:
         """Load one lent bucket; its lender may take the memory back when this returns."""
@@ -105,20 +123,16 @@ class RolloutEngine:
 
     def finish_update(self, version: int) -> list[dict[str, Any]]:
         """End the update as ``version`` and reset the prefix cache; returns a receipt per worker."""
-        self._end_update(version)
-        receipts = self._loop.call(lambda sampler: sampler.llm.collective_rpc("weight_sync_receipt"), release="update")
-        self._interrupted = replace(self._interrupted, pause_seconds=time.perf_counter() - self._paused_at)
-        return receipts
+        return self._loop.call(lambda sampler: self._finish(sampler, version), release="update")
 
     def abandon_update(self) -> None:
         """Close an update that broke off. Sampling pauses until another one is finished, because the weights are a mixture."""
-        self._end_update(UNKNOWN)
+        self._loop.call(lambda sampler: self._close(sampler, UNKNOWN))
 
-    def _end_update(self, version: int) -> None:
-        self._loop.call(lambda sampler: sampler.finish_update(version))
-        # While the update still holds sampling back: no request may find blocks of the old weights.
-        if self._on_update != "keep":
-            self.reset_prefix_cache()
+    @property
+    def _update_waits_for(self) -> After:
+        waits = self._on_update == "finish" or self._options.deterministic_steps is not None
+        return "all" if waits else "priority"
 
     def interrupted(self) -> Interrupted:
         """What the last update did to samples that were submitted."""
@@ -162,9 +176,7 @@ class RolloutEngine:
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes: vLLM keeps them over a weight update, and they belong to the old weights."""
-        # vLLM returns False, and keeps the cache, while a request still holds blocks of it.
-        if not self._loop.call(lambda sampler: sampler.llm.reset_prefix_cache()):
-            raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")
+        self._loop.call(_reset_prefix_cache)
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
         """Queue samples and return at once. ``collect`` returns their responses."""
@@ -172,7 +184,8 @@ class RolloutEngine:
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Stop sampling these, begun or not; ``collect`` still returns those that have ended."""
-        self._loop.call(lambda sampler: self._loop.cancel(sampler, numbers))
+        # An update that waits for these must not hold their end back.
+        self._loop.post(lambda sampler: self._loop.cancel(sampler, numbers), overtakes=True).result()
 
     def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
         """Submitted samples that have ended, once there are ``at_least`` so many or ``wait_seconds`` are over (None: no limit).
@@ -226,3 +239,33 @@ class RolloutEngine:
             tool_calls=torch.tensor([response.tool_calls for response in given], dtype=torch.int64) if tools else None,
             batch_size=[rows],
         )
+
+    # in the thread of the loop
+
+    def _begin(self, sampler: VllmSampler) -> None:
+        self._paused_at = time.perf_counter()
+        if self._options.deterministic_steps is not None:
+            self._loop.limit(0)
+        cut = self._loop.cut(sampler) if self._on_update == "recompute" else []
+        so_far: dict[int, Response] = dict(sorted(self._loop.so_far(sampler), key=itemgetter(0)))
+        again = sum(len(one.request.prompt_token_ids) + len(so_far[one.number].token_ids) for one in cut)
+        self._interrupted = Interrupted(list(so_far), self._collect(list(so_far.values())), recomputed_tokens=again)
+        sampler.llm.start_weight_update()
+
+    def _finish(self, sampler: VllmSampler, version: int) -> list[dict[str, Any]]:
+        self._close(sampler, version)
+        receipts: list[dict[str, Any]] = sampler.llm.collective_rpc("weight_sync_receipt")
+        self._interrupted = replace(self._interrupted, pause_seconds=time.perf_counter() - self._paused_at)
+        return receipts
+
+    def _close(self, sampler: VllmSampler, version: int) -> None:
+        sampler.finish_update(version)
+        # While the update still holds sampling back: no request may find blocks of the old weights.
+        if self._on_update != "keep":
+            _reset_prefix_cache(sampler)
+
+
+def _reset_prefix_cache(sampler: VllmSampler) -> None:
+    # vLLM returns False, and keeps the cache, while a request still holds blocks of it.
+    if not sampler.llm.reset_prefix_cache():
+        raise RuntimeError("the engine's prefix cache must be empty after a weight update, but vLLM refused to reset it.")

@@ -26,6 +26,8 @@ from verl_rc.weight_sync.transfer_group import (
 )
 
 BACKEND_NAME = "verl_rc"
+Bucket = tuple[Sequence[TensorSpec], Tensor]
+"""Tensors of one dtype, and their elements one after the other."""
 
 
 @dataclass
@@ -49,8 +51,8 @@ class ReceiveRequest(WeightTransferUpdateInfo):
     """The tensors of a broadcast update; unused where there is a handle."""
     bucket_bytes: int = 1 << 30
     handle: BucketHandle | None = None
-    staged: bool = False
-    """Load what ``WeightReceiver.stage`` received."""
+    staged: list[Bucket] | None = None
+    """Load this, which ``WeightReceiver.stage`` received."""
 
 
 class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
@@ -64,7 +66,6 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         super().__init__(*arguments, **options)
         self._group: Group | None = None
         self._updating = False
-        self._staged: list[tuple[Sequence[TensorSpec], Tensor]] = []
         self.digests: dict[str, int] = {}
         self.loaded: set[str] = set()
         # Scales are derived from weights by online quantisation; no tensor of the update fills them.
@@ -100,17 +101,14 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         if update_info.handle is not None:
             self._load(update_info.handle.tensors, copy_bucket(update_info.handle, self.device))
             return
-        staged, self._staged = self._staged, []
-        for bucket, flat in staged if update_info.staged else self._receive(update_info):
+        for bucket, flat in self._receive(update_info) if update_info.staged is None else update_info.staged:
             self._load(bucket, flat)
 
-    def stage(self, update_info: dict[str, Any]) -> None:
-        """Receive every bucket of the request and keep it aside for the next update; any thread may call this."""
-        # Assigned once all have come: of an update that breaks off nothing is left.
-        self._staged = []
-        self._staged = list(self._receive(self.parse_update_info(update_info)))
+    def stage(self, update_info: dict[str, Any]) -> list[Bucket]:
+        """Receive every bucket of the request without loading it; any thread may call this."""
+        return list(self._receive(self.parse_update_info(update_info)))
 
-    def _receive(self, update_info: ReceiveRequest) -> Iterator[tuple[Sequence[TensorSpec], Tensor]]:
+    def _receive(self, update_info: ReceiveRequest) -> Iterator[Bucket]:
         for bucket in Manifest.from_plain(update_info.manifest).buckets(update_info.bucket_bytes):
             num_elements = sum(spec.num_elements for spec in bucket)
             flat = torch.empty(num_elements, dtype=bucket[0].torch_dtype, device=self.device)
