@@ -144,6 +144,8 @@ class World:
 
     # the transport
 
+    staged: Any = None
+
     def deliver(self, version: int) -> tuple[None, None]:
         assert not self.under_way, "weights changed under a response"
         self.engine, self.version = self.trained, version

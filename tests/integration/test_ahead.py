@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from compared_runs import committed, differences, prompts_in_order
+import torch
+from compared_runs import committed, differences, prompts_in_order, saved_tensors
 from real_runs import left_over_processes, metrics_of, of_folder, train
 
 from verl_rc.metrics import check_names
@@ -74,3 +75,26 @@ def test_a_killed_run_leaves_what_the_undisturbed_one_leaves(
     assert not differences(whole_ahead, tmp_path, 4)
     assert prompts_in_order(tmp_path, 4) == prompts_in_order(whole_ahead, 4)
     assert len(set(prompts_in_order(tmp_path, 4))) == 16
+
+STAGED = [*AHEAD, "async_training.staleness_threshold=2", "trainer.save_freq=4"]
+STAGE = "actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True"
+
+
+@pytest.mark.slow
+def test_engines_that_load_weights_when_they_can_leave_what_the_others_leave(overrides: list[str], tmp_path: Path) -> None:
+    """Whole responses, steps 1 and 3 published beside what runs; and with an engine that is lost in such a publication."""
+    waiting, beside, lost = tmp_path / "waiting", tmp_path / "beside", tmp_path / "lost"
+    assert train([*overrides, *STAGED, *of_folder(waiting)]).returncode == 0
+    result = train([*overrides, *STAGED, STAGE, *of_folder(beside)])
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert committed(beside) == [4]
+    one, two = (saved_tensors(folder / "global_step_4" / "actor") for folder in (waiting, beside))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    for step in (1, 2, 3, 4):
+        assert (waiting / "rollouts" / f"{step}.jsonl").read_bytes() == (beside / "rollouts" / f"{step}.jsonl").read_bytes()
+    point = ("verl_rc.driver.supply:weights.publish_beside", "2", "0.005")
+    result = train([*overrides, *STAGED, STAGE, *of_folder(lost)], "engine", "SIGKILL", *point)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert len(set(prompts_in_order(lost, 4))) == 16
+    assert sum(line["recovery/engines_replaced"] for line in metrics_of(lost).values()) == 1

@@ -144,6 +144,24 @@ class EngineGroup:
             for index, engine in enumerate(self._engines)
         }
 
+    def stage_weights(self, manifest: Manifest, bucket_bytes: int) -> dict[int, Pending]:
+        """Receive one weight update beside the samples that run; it is loaded by ``load_staged``."""
+        return {
+            index: engine.call("stage_weights", manifest.to_plain(), bucket_bytes) for index, engine in enumerate(self._engines)
+        }
+
+    def load_staged(self, version: int) -> None:
+        """Let each engine load the update as ``version`` once it has ended what was submitted before; does not wait for that.
+
+        Raises ``EnginesLostError``.
+        """
+        self._wait_for_submitted()
+        self._call_all("load_staged", version)
+
+    def loaded(self) -> list[list[dict[str, Any]] | None]:
+        """For each engine a receipt per worker of the update last staged; None: it is not loaded. Raises ``EnginesLostError``."""
+        return self._call_all("loaded")
+
     def device_keys(self) -> list[str]:
         """The devices that hold engine workers, as trainer ranks name theirs."""
         return [key for of_engine in self._call_all("device_keys") for key in of_engine]

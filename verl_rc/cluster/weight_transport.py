@@ -1,6 +1,7 @@
 """The two weight transports from the actor to the engines, on the driver's side."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl_rc.cluster.engine_group import EngineGroup, EnginesLostError
@@ -23,14 +24,34 @@ def _receipts(answers: Iterable[Sequence[dict[str, Any]]]) -> Receipts:
     return [[LoadReceipt(**plain) for plain in workers] for workers in answers]
 
 
+@dataclass(frozen=True)
+class Staged:
+    """Weights that engines load when they can."""
+
+    version: int
+    sent: SendReceipt
+
+
 class WeightTransport(Protocol):
     """Sends the actor's current weights to every engine. Methods raise ``EnginesLostError`` when an engine is lost."""
+
+    staged: Staged | None
+    """What was staged and not delivered since; its reader takes it away once it is proven."""
 
     def open(self) -> None:
         """Prepare for updates; call again after engines have been replaced."""
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """Send the weights as ``version``; returns the receipts of sender and engines for ``check_receipts``."""
+
+    def stage(self, version: int) -> None:
+        """Send the weights, which engines load as ``version`` when they have ended what was submitted before.
+
+        ``staged`` remembers them. Only where ``checkpoint_engine.stage_updates`` is set.
+        """
+
+    def loaded(self) -> Receipts | None:
+        """The engines' receipts of what was staged last; None: one of them has not loaded it yet."""
 
 
 class BroadcastTransport:
@@ -44,6 +65,7 @@ class BroadcastTransport:
         self._workers_per_engine = rollout.tensor_model_parallel_size
         self._manifest = actor.manifest()
         self._bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        self.staged: Staged | None = None
 
     def open(self) -> None:
         """Create a process group of the sender and every engine worker, replacing the previous one."""
@@ -55,14 +77,29 @@ class BroadcastTransport:
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
+        self.staged = None
         receiving = self._engines.receive_weights(self._manifest, self._bucket_bytes, version)
         sending = self._actor.send_weights()
         received, sent = self._engines.wait(receiving, beside=sending)
         return sent[0], _receipts(received.values())
 
+    def stage(self, version: int) -> None:
+        """See ``WeightTransport``."""
+        receiving = self._engines.stage_weights(self._manifest, self._bucket_bytes)
+        _, sent = self._engines.wait(receiving, beside=self._actor.send_weights())
+        self._engines.load_staged(version)
+        self.staged = Staged(version, sent[0])
+
+    def loaded(self) -> Receipts | None:
+        """See ``WeightTransport``."""
+        answers = [one for one in self._engines.loaded() if one is not None]
+        return _receipts(answers) if len(answers) == self._engines.num_engines else None
+
 
 class IpcTransport:
     """Every rank shares one bucket at a time with the engine worker on its device, which copies it."""
+
+    staged: Staged | None = None
 
     def __init__(self, actor: ActorGroup, engines: EngineGroup) -> None:
         """``open`` determines which rank shares with which engine worker."""
@@ -89,6 +126,14 @@ class IpcTransport:
         finally:
             sent = wait_for_all(self._actor.release_bucket())[0]
         return sent, _receipts(self._engines.finish_update(version))
+
+    def stage(self, version: int) -> None:
+        """Nothing is staged in lent memory, see ``check_async_training``."""
+        raise NotImplementedError
+
+    def loaded(self) -> Receipts | None:
+        """See ``stage``."""
+        raise NotImplementedError
 
 
 def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> WeightTransport:

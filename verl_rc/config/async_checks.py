@@ -233,14 +233,14 @@ def _interpolation(config: RunConfig) -> Iterator[str]:
 
 
 def _staging(config: RunConfig) -> Iterator[str]:
-    options, rollout = config.async_training, config.actor_rollout_ref.rollout
+    rollout = config.actor_rollout_ref.rollout
     if not rollout.checkpoint_engine.stage_updates:
         return
     key = "actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True"
-    if not options.cuts:
+    if not config.overlaps:
         yield (
-            f"{key} has no effect where nothing runs in the engines at a publication; pass {_SECTION}.staleness_threshold=1 with "
-            "partial_rollout=True, or drop it."
+            f"{key} has no effect where nothing runs in the engines at a publication; pass {_SECTION}.staleness_threshold=1 and "
+            "engines with devices of their own, or drop it."
         )
     if rollout.tensor_model_parallel_size > 1:
         yield (

@@ -51,7 +51,8 @@ class CheckpointEngineConfig(StrictModel):
     """Size of a weight bucket, MiB."""
     stage_updates: bool = False
     """Receive an update beside running responses and pause them only to load it, for a second copy of the weights on the engine's
-    device; False: receive it in the pause. For partial rollouts."""
+    device. Whole responses (``partial_rollout=False``) end first, and the trainer does not wait for that. False: receive it in
+    the pause. For asynchronous runs."""
 
 
 class SyncProofConfig(StrictModel):

@@ -74,9 +74,10 @@ class SynchronousSupply:
 class AsynchronousSupply:
     """Groups are sampled beside training, up to k publications ahead, and trained on in the order of the replay rule.
 
-    With ``partial_rollout=False`` weights are published when nothing is under way any more. So the version of a sample is that of
-    its admission, and what is open at the end of a step that publishes is whole, or has not begun. Else a publication cuts what
-    is under way, and its tokens so far are known here. In both cases a checkpoint of the step holds the open groups exactly.
+    With ``partial_rollout=False`` engines take new weights when they have ended what they were handed before. So the version of a
+    sample is that of its admission. The trainer waits for that at every publication, or, with ``stage_updates``, at the next one
+    and where a checkpoint is written: what is open then is whole, or has not begun. Else a publication cuts what is under way,
+    and its tokens so far are known here. In all cases a checkpoint of the step holds the open groups exactly.
     """
 
     def __init__(self, services: Services, state: RunState) -> None:
@@ -145,9 +146,14 @@ class AsynchronousSupply:
         return samples
 
     def publish(self, step: int, record: StepRecord) -> float | None:
-        """Publish the weights of ``step``, whole responses once all that is under way has ended; returns the limit of the canary
-        tokens' gap."""
+        """Publish the weights of ``step``; returns the limit of the canary tokens' gap."""
         WHILE_WAITING.work = None
+        while not weights.is_settled(self._services, self._state, step, record):
+            self._receive(record, version=step)
+        if self._publishes_beside(step):
+            weights.publish_beside(self._services, self._state, step, record)
+            self._now.admission = self._now.admission.publish(step)
+            return self._state.canary_gap_limit
         while self._requests and not self._cuts:
             self._receive(record, version=step)
         # Counted engine steps decode nothing else, and after the last step no batch comes that canaries could come with.
@@ -159,6 +165,13 @@ class AsynchronousSupply:
         if self._cuts:
             self._note_parts(record, version=step)
         return limit
+
+    def _publishes_beside(self, step: int) -> bool:
+        """Whether whole responses may go on while the weights of ``step`` are published: nothing is to be proven or saved."""
+        services, trainer = self._services, self._services.config.trainer
+        saved = services.is_due(self._options.rounded_to_publications(trainer.save_freq), step) or step == services.total_steps
+        stages = services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates
+        return stages and not (self._cuts or saved or weights.canary_is_due(services, step))
 
     def close_step(self, record: StepRecord) -> SupplyState:
         """Close the books of a step, whose update is done; returns what a checkpoint holds.

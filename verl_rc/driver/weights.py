@@ -50,8 +50,47 @@ def publish(
         limit = _deliver(services, state, version, record, with_canary)
     except EnginesLostError as lost:
         limit = _replace_and_deliver(services, state, version, record, lost)
-    record.add({"sync/bytes": float(services.manifest.num_bytes), "sync/tensors": float(len(services.manifest.tensors))})
+    _add_size(services, record)
     return limit
+
+
+def _add_size(services: Services, record: StepRecord) -> None:
+    record.add({"sync/bytes": float(services.manifest.num_bytes), "sync/tensors": float(len(services.manifest.tensors))})
+
+
+def publish_beside(services: Services, state: RunState, version: int, record: StepRecord) -> None:
+    """Send the current weights to every engine, which loads them as ``version`` when it has ended what it was handed before.
+
+    ``is_settled`` tells when all have done so. Engines that are lost are replaced, and all get the weights at once then.
+    """
+    try:
+        with record.stage("update_weights"):
+            services.transport.stage(version)
+    except EnginesLostError as lost:
+        _replace_and_deliver(services, state, version, record, lost)
+    _add_size(services, record)
+
+
+def is_settled(services: Services, state: RunState, version: int, record: StepRecord) -> bool:
+    """Whether every engine holds the weights published last, which ``publish_beside`` may have left to it; proves that it does.
+
+    Engines that are lost are replaced; all get the trainer's weights as ``version`` then.
+    """
+    staged = services.transport.staged
+    if staged is None:
+        return True
+    try:
+        received = services.transport.loaded()
+    except EnginesLostError as lost:
+        _replace_and_deliver(services, state, version, record, lost)
+        return True
+    if received is None:
+        return False
+    check_receipts(services.manifest, staged.sent, received, staged.version)
+    services.transport.staged = None
+    if TRACE.is_writing:
+        services.engines.trace_activity()
+    return True
 
 
 def canary_is_due(services: Services, version: int) -> bool:

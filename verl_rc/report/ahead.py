@@ -54,13 +54,16 @@ def publications(config: RunConfig) -> Iterator[Row]:
         "keep": "the weights change under running responses, which go on behind the keys and values of the old ones",
     }
     yield "publishing", f"{when}; {behind[options.on_update]}"
-    if config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates:
+    stages = config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates
+    if stages:
         yield "", "engines receive them beside running responses, into a second copy of the weights, and pause only to load them"
+    if stages and not options.cuts:
+        yield "", "the trainer waits for that at the next publication, at one that canaries prove, and where it saves"
     if options.deterministic_steps is not None:
         yield "", f"each engine makes {options.deterministic_steps} steps with a version and waits for the next: equal runs"
     if not config.overlaps:
         yield "", "engines share the trainer's devices: all that a version admits is sampled before its first step is trained"
-    elif not options.cuts:
+    elif not (options.cuts or stages):
         yield "", "so the steps from one publication to the next take as long as the slower of both sides"
     if every > 1:
         yield "", "only a step that publishes is validated and saved" + _rounded(trainer.save_freq, options)
@@ -68,7 +71,7 @@ def publications(config: RunConfig) -> Iterator[Row]:
     yield "proof", f"old tokens prove nothing about the engines' weights: the gap of canary tokens alone is limited, {frequency}"
     if canaries > 0 and options.deterministic_steps is None:
         yield "", "they are sampled beside the next batch and judged with it; nothing waits for them"
-    if options.staleness > 1 and not options.partial_rollout:
+    if options.staleness > 1 and not (options.partial_rollout or stages):
         yield "", (
             f"{float(options.staleness):g} publications ahead wait for the same end of sampling as 1: tokens get older, steps no "
             "shorter"
@@ -104,7 +107,7 @@ def advice(waits: WaitTotals, options: AsyncTrainingConfig) -> str:
     """How long the trainer waited, and the smallest bound that would have kept it busy; ``waits.steps`` must be > 0."""
     share, bound = waits.waited_share, f"staleness_threshold={options.staleness_threshold:g}"
     waited = f"the trainer waited for samples {share:.0%} of the time with {bound}"
-    needed, needs = waits.smallest_useful_staleness(options), "whole responses never need more"
+    needed, needs = waits.smallest_useful_staleness(options), "whole responses need more only with stage_updates"
     if options.partial_rollout:
         alone = waits.step_without_waiting
         needs = f"the slowest prompt took {waits.longest_group:.3g} s, a step without waiting {alone:.3g} s"

@@ -44,6 +44,8 @@ SOUND = [
     f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {CORRECTION}.proximal=interpolate",
     f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {ROLLOUT}.checkpoint_engine.stage_updates=True {ROLLOUT}."
     "tensor_model_parallel_size=1",
+    f"{S}.staleness_threshold=1 {OWN_DEVICES} {CHOSEN} {ROLLOUT}.checkpoint_engine.stage_updates=True {ROLLOUT}."
+    f"tensor_model_parallel_size=1 {S}.partial_rollout=False",
     f"{S}.require_batches=2",
     f"{S}.require_batches=2 data.train_batch_size=32",
 ]
@@ -121,7 +123,6 @@ MISTAKES: list[Mistake] = [
         "drop one of them",
     ),
     (f"{STAGE}", "nothing runs in the engines at a publication", "or drop it"),
-    (f"{AHEAD} {STAGE} {S}.partial_rollout=False", "nothing runs in the engines at a publication", "partial_rollout=True"),
     (f"{AHEAD} {ROLLOUT}.checkpoint_engine.stage_updates=True", "needs engines of one device", "drop one of them"),
     (f"{INTERPOLATE}", "which is 0 in a synchronous run", "pass proximal=recompute"),
     (f"{AHEAD} {INTERPOLATE} {S}.max_token_age=1", "proximal=interpolate the actor decides which tokens", "drop one of them"),

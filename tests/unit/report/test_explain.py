@@ -87,6 +87,18 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         ["recomputed by old_log_prob", "bypass"],
     ),
     (
+        {
+            **AHEAD,
+            **TOKEN_WEIGHTS,
+            "async_training.staleness_threshold": 2,
+            "async_training.partial_rollout": False,
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "actor_rollout_ref.rollout.checkpoint_engine.stage_updates": True,
+        },
+        ["engines finish what they have first", "pause only to load them", "at one that canaries prove, and where it saves"],
+        ["as long as the slower of both sides", "tokens get older, steps no shorter"],
+    ),
+    (
         {"async_training.trigger_parameter_sync_step": 2, **TOKEN_WEIGHTS},
         [
             "engines share the trainer's devices: all that a version admits is sampled before its first step is trained",
