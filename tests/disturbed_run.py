@@ -2,7 +2,8 @@
 
 Every five words are one. VICTIM is ``driver``, ``actor`` or ``engine`` (rank or engine 0; others as ``engine:1``). FUNCTION is
 ``module:name`` or ``module:Class.name`` in the driver, CALL its number from 1, WHEN ``before`` or ``after`` the call, or seconds
-from its beginning. The environment variable ``ACTOR_WORKER`` names another class for the actor's ranks.
+from its beginning. With FUNCTION ``clock`` the signal comes every CALL seconds, and WHEN is not read. The environment variable
+``ACTOR_WORKER`` names another class for the actor's ranks.
 """
 
 import importlib
@@ -10,7 +11,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -31,6 +34,18 @@ def send(victim: str, name: str) -> None:
     sys.stderr.write(f"disturbance: {name} to the {victim}\n")
     sys.stderr.flush()
     os.kill(pid, getattr(signal, name))
+
+
+def disturb_by_the_clock(seconds: float, strike: Callable[[], None]) -> None:
+    """A victim that is not there, because it was struck before, is left out."""
+
+    def strike_for_ever() -> None:
+        while True:
+            time.sleep(seconds)
+            with suppress(ValueError, ProcessLookupError):
+                strike()
+
+    threading.Thread(target=strike_for_ever, daemon=True).start()
 
 
 def disturb(function: str, call: int, when: str, strike: Callable[[], None]) -> None:
@@ -65,6 +80,10 @@ if __name__ == "__main__":
     words, overrides = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
     for start in range(0, len(words), 5):
         victim, signal_name, function, call, when = words[start : start + 5]
-        disturb(function, int(call), when, partial(send, victim, signal_name))
+        strike = partial(send, victim, signal_name)
+        if function == "clock":
+            disturb_by_the_clock(float(call), strike)
+        else:
+            disturb(function, int(call), when, strike)
     sys.argv = [main_ppo.__file__, *overrides]
     main_ppo.main()

@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,27 @@ def left_over_processes(patience_seconds: float = 120.0) -> list[str]:
     return found
 
 
+def marked_memory() -> int:
+    """Bytes that all processes of a run hold together; what several of them share counts once."""
+    total = 0
+    for folder in _marked_folders():
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError, IndexError):
+            (line,) = [line for line in (folder / "smaps_rollup").read_text().splitlines() if line.startswith("Pss:")]
+            total += int(line.split()[1]) << 10
+    return total
+
+
 def _marked_processes() -> list[str]:
-    marker = f"{_MARKER}={os.getpid()}".encode()
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker in (folder / "environ").read_bytes().split(b"\0"):
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
+    for folder in _marked_folders():
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
     return found
+
+
+def _marked_folders() -> Iterator[Path]:
+    marker = f"{_MARKER}={os.getpid()}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if marker in (folder / "environ").read_bytes().split(b"\0"):
+                yield folder
