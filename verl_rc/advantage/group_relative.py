@@ -78,7 +78,7 @@ def rloo(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
 
 @register_advantage_estimator("rloo_vectorized")
 def rloo_vectorized(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    """As `rloo`, but the only row of a group has A = 0: verl has both rules, under these names.
+    """Compute what `rloo` does, but the only row of a group has A = 0: verl has both rules, under these names.
 
     Returns:
         Advantages and returns, equal, [B, T].

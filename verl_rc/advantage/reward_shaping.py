@@ -1,4 +1,4 @@
-"""What is taken off a score before advantages: divergence from the reference policy, and length near the limit."""
+"""Reductions of a score before advantages are computed: divergence from the reference policy, and length near the limit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def apply_kl_in_reward(
 
 
 def overlong_penalty(response_lengths: Tensor, max_length: int, buffer_length: int, penalty_factor: float) -> Tensor:
-    """What is added to each score: 0 up to ``max_length - buffer_length`` tokens, then falling in a straight line to
+    """Return what is added to each score: 0 up to ``max_length - buffer_length`` tokens, then falling in a straight line to
     ``-penalty_factor`` at ``max_length``, and no further (soft overlong punishment, DAPO, arXiv:2503.14476, eq. 13).
 
     ``response_lengths`` is int ``[B]``, tokens; returns float32 ``[B]``, <= 0, in units of reward. Raises ``ValueError`` unless
