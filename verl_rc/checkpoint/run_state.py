@@ -70,7 +70,7 @@ class RunState:
     nonfinite_actor_updates: int = 0
     """Consecutive optimizer steps of the actor skipped because of a non-finite gradient."""
     nonfinite_critic_updates: int = 0
-    """The same for the critic."""
+    """Consecutive optimizer steps of the critic skipped because of a non-finite gradient."""
     rewards: RewardHistory = field(default_factory=RewardHistory)
     """Mean scores of the last steps, and the best mean so far."""
     health: HealthHistory = field(default_factory=HealthHistory)

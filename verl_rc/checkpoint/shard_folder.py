@@ -44,7 +44,7 @@ class SafeReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As in torch. Raises ``pickle.UnpicklingError`` for a file that names anything else."""
+        """Find a class as torch does. Raises ``pickle.UnpicklingError`` for a file that names anything else."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata: Metadata = _DescriptionUnpickler(file).load()
         if not isinstance(metadata, Metadata):

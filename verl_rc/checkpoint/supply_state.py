@@ -19,7 +19,7 @@ class LengthTotals:
     groups: int = 0
 
     def add(self, tokens: int, groups: int) -> "LengthTotals":
-        """With these."""
+        """Return the totals with further tokens and groups."""
         return LengthTotals(self.tokens + tokens, self.groups + groups)
 
 
@@ -32,9 +32,9 @@ class SupplyState:
     admission: AdmissionState
     ledger: LedgerState
     trained: LengthTotals = field(default_factory=LengthTotals)
-    """Of the groups that were trained on."""
+    """Totals of the groups that were trained on."""
     dropped: LengthTotals = field(default_factory=LengthTotals)
-    """Of the groups that were dropped for their age, as far as they were sampled."""
+    """Totals of the groups that were dropped for their age, as far as they were sampled."""
     failed: FailedGroups = field(default_factory=FailedGroups)
     drawn: tuple[tuple[int, int], ...] = ()
     """Epoch and row index of the prompts that were drawn and not admitted yet."""
