@@ -122,7 +122,7 @@ class EngineWork:
                     mine[number] = replace(mine[number], request=request)
 
     def parts(self, number: int) -> tuple[list[Part | Answer], int]:
-        """What is known of an unfinished sample's response, and the number of its calls that tools answered."""
+        """Return what is known of an unfinished sample's response, and the number of its calls that tools answered."""
         (sample,) = (mine[number] for mine in self._unfinished if number in mine)
         return list(sample.request.parts), sample.request.tool_calls
 

@@ -1,4 +1,4 @@
-"""Reports about processes that do not answer: their state from the kernel, their Python stacks, and who waits for whom."""
+"""Reports about processes that do not answer: their state from the kernel, their Python stacks, and what they wait for."""
 
 import faulthandler
 import os
@@ -121,9 +121,9 @@ class AwaitedProcess:
     what: str
     """What it was asked to do."""
     last_answer: str
-    """Its last sign of life."""
+    """When it last gave a sign of life."""
     state: ProcessState | None
-    """None: it has answered."""
+    """What it has not answered; None: it has answered."""
 
 
 @dataclass(frozen=True)

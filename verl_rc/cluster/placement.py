@@ -85,7 +85,7 @@ def plan_placement(config: RunConfig) -> Placement:
 
 
 def _threads(config: RunConfig, device: str, engines_per_node: int) -> tuple[int, int]:
-    """Of a trainer rank and of an engine's worker: all cores where they take turns, else those that are theirs alone."""
+    """Threads of a trainer rank and of an engine's worker: all cores where they take turns, else those that are theirs alone."""
     cores, ranks = usable_cores(), config.trainer.n_gpus_per_node
     workers = engines_per_node * config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if device == "cpu" and config.overlaps:

@@ -98,7 +98,7 @@ class RankGroup:
     def split(
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
     ) -> list[tuple[TrainBatch | CriticBatch, list[MiniBatchShare]]]:
-        """For each rank its rows, and its share of every mini-batch as indices into these rows."""
+        """Return for each rank its rows, and its share of every mini-batch as indices into these rows."""
         shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
         parts = []
         for rank in range(self.num_ranks):

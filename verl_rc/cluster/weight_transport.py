@@ -16,11 +16,11 @@ from verl_rc.weight_sync.shared_bucket import BucketHandle, choose_offering_rank
 from verl_rc.weight_sync.transfer_group import TransferAddress
 
 Receipts = Sequence[Sequence[LoadReceipt]]
-"""For each engine, one receipt per worker."""
+"""Receipts by engine, one per worker."""
 
 
 def _receipts(answers: Iterable[Sequence[dict[str, Any]]]) -> Receipts:
-    """From what the engines answer."""
+    """Convert what the engines answered."""
     return [[LoadReceipt(**plain) for plain in workers] for workers in answers]
 
 
