@@ -21,7 +21,7 @@ class AggregationSpec:
     """How the losses ``l`` of tokens in the mask ``m`` become one number."""
 
     formula: str
-    """With ``{term}`` for a token's loss."""
+    """The formula, with ``{term}`` for a token's loss."""
     divisors: str
     """Meaning of its symbols, with ``{counted}`` for the tokens that count and ``{factor}`` for ``loss_scale_factor``."""
     source: str = ""
@@ -108,14 +108,14 @@ class LossOption:
     key: str
     """Under ``actor_rollout_ref.actor``."""
     symbol: str
-    """In the formula."""
+    """Its symbol in the formula."""
     where: str = ""
-    """Where it acts, in words."""
+    """What it acts on, in words."""
     is_required: bool = False
     """Losses that read it do not run without a value; all others refuse one."""
 
     def value(self, actor: StrictModel) -> float | None:
-        """Its value in a section ``actor_rollout_ref.actor``."""
+        """Return its value in a section ``actor_rollout_ref.actor``."""
         value: float | None = attrgetter(self.key)(actor)
         return value
 
@@ -133,7 +133,7 @@ class LossSpec:
     """ℓ of a token, or of a row; sg[…] is a constant of the gradient."""
     source: str
     ratio: Literal["token", "row", "penalty", "none"]
-    """Where it reads the old policy: a ratio of each token, one of each row, only a penalty, or nowhere."""
+    """How it reads the old policy: as a ratio of each token, one of each row, only a penalty, or nowhere."""
     gradient_through: Literal["ratio", "log_prob"]
     """What carries the gradient: the ratio itself, or log π while the ratio is a constant."""
     options: tuple[LossOption, ...] = ()

@@ -11,7 +11,7 @@ from verl_rc.config.run import RunConfig
 _SECTION = "async_training"
 _CORRECTION = "algorithm.rollout_correction"
 _CHOICES = {"rollout_is", "rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold", "bypass_mode"}
-"""Fields of rollout correction, one of which is given where a correction was chosen; a preset gives ``rollout_is``."""
+"""Fields of rollout correction. One of them is given where a correction was chosen; a preset gives ``rollout_is``."""
 
 _NEEDS_ASYNCHRONY = (
     "max_off_policy_threshold",

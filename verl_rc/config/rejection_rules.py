@@ -20,7 +20,7 @@ _LARGEST: dict[Divergence, float] = {
     "bkl": 18.5,
     "kpop": 18.5,
 }
-"""Of one token: log-ratios are bounded by ±20, probabilities are kept 1e-8 away from 0 and 1."""
+"""The statistic of one token: log-ratios are bounded by ±20, probabilities are kept 1e-8 away from 0 and 1."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class TrainerConfig(StrictModel):
     alerts: AlertsConfig = AlertsConfig()
     """Actions when mismatch or reward go wrong."""
     report: Literal["at_end", "never"] = "at_end"
-    """Whether a run writes ``report.html`` into its folder when it ends, in whatever way; ``verl-rc report`` writes it later."""
+    """Whether a run writes ``report.html`` into its folder when it ends or fails; ``verl-rc report`` writes it later."""
     hang_timeout_seconds: float = Field(1800.0, gt=0)
     """Time limit for any other answer of a process. After it, the stacks of the processes without an answer are written to the
     run's folder, all processes are killed and the run ends."""

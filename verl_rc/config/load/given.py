@@ -173,6 +173,6 @@ def _apply_preset(given: dict[str, Any]) -> None:
         fields = preset_fields(str(name))
     except ValueError as error:
         raise ConfigError(f"{CORRECTION}.preset: {error}") from error
-    # Said even where it is the default, so that preset=disabled is told from a correction that nobody chose.
+    # Said even where it is the default, so that preset=disabled is told from a correction that was not chosen.
     for leaf, value in {"rollout_is": None, **fields}.items():
         section.setdefault(leaf, value)

@@ -35,11 +35,11 @@ WRITTEN_HERE = {
 """verl's keys and what stands for them here, for the documents."""
 
 Translated = tuple[str, Any] | None
-"""Where a value belongs here and what it is there; None: it says what happens anyway."""
+"""The key that a value belongs to here, and what it is there; None: it says what happens anyway."""
 
 
 def with_verls_async_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given leaves, with what verl's ``separate_async`` takes for those of its keys that nobody gave."""
+    """The given leaves, with what verl's ``separate_async`` takes for those of its keys that were not given."""
     if not _is_separate(given):
         return dict(given)
     return {**given, **{key: value for key, value in _VERLS_DEFAULTS.items() if key not in given}}
