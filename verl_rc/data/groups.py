@@ -27,9 +27,9 @@ class GroupSample:
     """One response while it grows. The only record here that changes."""
 
     number: int
-    """Of its group."""
+    """Number of its group."""
     index: int
-    """Its place in the group."""
+    """Place in the group."""
     prompt: Sequence[int]
     """Token ids."""
     turns: list[Part | Answer] = field(default_factory=list)
@@ -60,7 +60,7 @@ class GroupSample:
 
     @property
     def versions(self) -> list[int]:
-        """Of its parts, in order."""
+        """Versions of its parts, in order."""
         return [turn.version for turn in self.turns if isinstance(turn, Part)]
 
 
@@ -81,7 +81,7 @@ class Group:
     """A prompt with its samples, from admission to its end."""
 
     number: int
-    """Its place in the order of admission over the whole life of the run."""
+    """Place in the order of admission over the whole life of the run."""
     row: PromptRow
     """The prompt."""
     epoch: int
@@ -93,7 +93,7 @@ class Group:
     samples: Sequence[GroupSample]
     """``rollout.n`` of them, in the order of their index; with ``remax`` a greedy one comes last."""
     scores: GroupScores | None = None
-    """None: not whole, or not scored yet."""
+    """Scores of its samples; None: it is not whole, or not scored yet."""
     fate: Fate | None = None
     """``kept``: it will be trained on; None: undecided."""
     attempt: int = 0
@@ -116,7 +116,7 @@ class Group:
         return sum(sample.num_sampled for sample in self.samples)
 
     def scored(self, scores: GroupScores, fate: Fate) -> "Group":
-        """With its scores, decided. Raises ``ValueError`` unless it is whole and has a score for each sample."""
+        """Return the group with its scores, decided. Raises ``ValueError`` unless it is whole and has a score for each sample."""
         if not self.is_whole or len(scores.values) != len(self.samples):
             raise ValueError(
                 f"group {self.number} must be whole and get a score for each of its {len(self.samples)} samples, got "

@@ -8,7 +8,7 @@ from torch import Tensor
 from verl_rc.data.batches import Completions
 
 _NO_VERSION = -2
-"""Of tokens that no policy sampled; -1 is a version that is not known."""
+"""Version of tokens that no policy sampled; -1 is a version that is not known."""
 
 
 @dataclass(frozen=True)
