@@ -31,7 +31,7 @@ class GroupRequests:
         """``one_version``: one version of the weights must sample all tokens of a response."""
         self._services, self._one_version = services, one_version
         self._places: dict[int, tuple[int, int]] = {}
-        """By the engines' number of a request: number of its group, place of its sample there."""
+        """Number of the group and place of the sample there, by the engines' number of a request."""
         self._submitted_at: dict[int, float] = {}
         """When each group with requests under way was submitted, ``time.monotonic`` seconds."""
 

@@ -1,4 +1,4 @@
-"""The page that a run leaves behind, whatever ended it: written by another process, so that it can fail no run."""
+"""The page that a run leaves behind when it ends or fails. Another process writes it, so that it can fail no run."""
 
 import json
 import subprocess

@@ -120,7 +120,7 @@ def _informative_batch(sampler: _Sampler, prompts: list[PromptRow], epoch: int) 
 
 
 def too_few_informative(config: RunConfig, step: int, found: int) -> ValueError:
-    """The refusal of a step for which all batches that dynamic sampling may draw gave only ``found`` prompts."""
+    """Return the refusal of a step for which all batches that dynamic sampling may draw gave only ``found`` prompts."""
     groups, data = config.algorithm.filter_groups, config.data
     return ValueError(
         f"step {step} needs data.train_batch_size={data.train_batch_size} prompts whose samples differ in {groups.metric}, but "
@@ -137,7 +137,7 @@ def _informative_part(part: Samples, metric: str) -> Samples:
 def compared_values(
     scores: Tensor, unpenalised: Tensor | None, extras: Mapping[str, Sequence[object]], metric: str
 ) -> list[float]:
-    """What ``algorithm.filter_groups.metric`` says of each sample. Raises ``ValueError`` when it names no column of numbers."""
+    """Return the ``algorithm.filter_groups.metric`` of each sample. Raises ``ValueError`` when it names no column of numbers."""
     given = unpenalised if metric == "score" and unpenalised is not None else scores
     return _numbers(given, extras, metric, "algorithm.filter_groups.metric")
 
@@ -162,7 +162,7 @@ def record_sampled(services: Services, batch: Samples, response_tokens: int, rec
 
 
 def score_with_penalty(services: Services, prompts: list[PromptRow], rollouts: RolloutBatch, record: StepRecord) -> Samples:
-    """With the reward function's scores, less the overlong penalty."""
+    """Return the rollouts with the reward function's scores, less the overlong penalty."""
     samples = score(services, prompts, rollouts, record)
     buffer = services.config.reward.reward_kwargs.overlong_buffer_cfg
     if not buffer.enable:
@@ -183,7 +183,7 @@ def _overlong_penalties(services: Services, rollouts: RolloutBatch) -> Tensor:
 
 
 def with_component_scores(services: Services, samples: Samples, record: StepRecord) -> Samples:
-    """With the columns that ``gdpo`` normalises one by one, where the run has them."""
+    """Return the samples with the columns that ``gdpo`` normalises one by one, where the run has them."""
     keys = services.config.algorithm.gdpo_reward_keys
     return samples if keys is None else replace(samples, component_scores=_component_scores(samples, keys, record))
 

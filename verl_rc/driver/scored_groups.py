@@ -1,4 +1,4 @@
-"""From whole groups to groups that are decided, by their scores, and to what a step trains on."""
+"""Scoring whole groups, deciding what becomes of them, and joining those that a step trains on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,7 +84,7 @@ def _without_greedy(group: Group, count: int) -> Group:
 
 
 def _first(scores: GroupScores, count: int) -> GroupScores:
-    """Those of the first ``count`` samples."""
+    """Return the scores of the first ``count`` samples."""
     before = None if scores.unpenalised is None else scores.unpenalised[:count]
     return GroupScores(scores.values[:count], {name: column[:count] for name, column in scores.extras.items()}, before)
 

@@ -20,7 +20,7 @@ FAILURE_COLUMN = "reward_failure"
 
 
 class ResponseScorer:
-    """Scores responses; a failure stops the run or gets a score that somebody chose, and is counted."""
+    """Scores responses; a failure stops the run or gets the score that the configuration gives it, and is counted."""
 
     def __init__(self, config: RewardConfig, pool: RewardPool | None, model: RewardModel | None) -> None:
         """``pool``: for samples whose scorer may hang (``may_hang``); ``model``: with ``reward.reward_model.enable``."""
@@ -94,7 +94,7 @@ class ResponseScorer:
 
 
 def _with_accuracies(outputs: Sequence[RewardOutput]) -> list[RewardOutput]:
-    """Where samples have an accuracy, that of a failed one is 0: it was not shown to be right."""
+    """Give failed samples an accuracy of 0 where the others have one: they were not shown to be right."""
     if not any("acc" in output.extras for output in outputs):
         return list(outputs)
     return [

@@ -91,9 +91,9 @@ class Services:
     scorer: ResponseScorer
     actor: ActorGroup
     critic: CriticGroup | None
-    """None: nothing needs values."""
+    """The critic; None: nothing needs values."""
     reference: ReferenceGroup | None
-    """None: nothing compares with it, or it is the actor without its LoRA adapters."""
+    """The reference policy; None: nothing compares with it, or it is the actor without its LoRA adapters."""
     engines: EngineGroup
     placement: Placement
     """Numbers of processes, and threads of each."""

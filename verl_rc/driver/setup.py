@@ -1,4 +1,4 @@
-"""From a configuration to a run that is ready: processes start first, everything else happens while they load."""
+"""Setting up a run: processes start first, everything else happens while they load."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -216,7 +216,7 @@ def _gap_limit(config: RunConfig) -> GapLimit:
 
 @contextmanager
 def _mistakes_are_the_users() -> Iterator[None]:
-    """What is wrong with data, models or checkpoint is a matter of configuration: one message, no traceback."""
+    """Turn errors in data, models or checkpoint into configuration errors: one message, no traceback."""
     try:
         yield
     except (ValueError, OSError) as error:

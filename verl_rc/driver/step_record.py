@@ -66,7 +66,7 @@ class StepRecord:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Of every stage of the step so far."""
+        """Seconds of every stage of the step so far."""
         return dict(self._seconds)
 
     def add_busy(self, name: str, seconds: float) -> None:
@@ -164,7 +164,7 @@ class Pace:
 def _likely_cause(load: float, cores: int, placement: Placement) -> str:
     if placement.device == "cpu" and load > 1.5 * cores:
         return (
-            f"The load average is {load:.1f} on {cores} cores, of which an engine uses {placement.engine_threads} and a trainer "
+            f"The load average is {load:.1f} on {cores} cores; an engine uses {placement.engine_threads} of them and a trainer "
             f"rank {placement.trainer_threads}: other programs take the cores. docs/troubleshooting.md, Slow, has what helps."
         )
     return f"The load average is {load:.1f} on {cores} cores: compare the lengths of prompts and responses of the two steps."

@@ -15,7 +15,7 @@ class StepTotals:
     arrived: int = 0
     """Tokens that came from the engines."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Of groups that left the run untrained, by fate."""
+    """Tokens of groups that left the run untrained, by fate."""
     groups: Counter[str] = field(default_factory=Counter)
     """Groups that were decided, by fate."""
     score: float = 0.0
@@ -34,7 +34,7 @@ class StepTotals:
         }
 
     def filter_metrics(self, samples: int) -> dict[str, float]:
-        """Dynamic sampling with ``samples`` a group: the groups that were decided in the step, whichever step trains on them."""
+        """Dynamic sampling with ``samples`` a group: the groups that were decided in the step."""
         kept, filtered = self.groups["kept"], self.groups["filtered"]
         metrics = {"training/filter_groups/evicted_samples": float(filtered * samples)}
         if kept + filtered:

@@ -1,4 +1,4 @@
-"""Where a step's samples come from: sampled when the step begins, or beside the training of earlier steps."""
+"""Supplying a step with samples: they are sampled when the step begins, or beside the training of earlier steps."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -37,7 +37,7 @@ from verl_rc.rewards import RewardError
 _POLL_SECONDS = 0.05
 """Longest wait for one engine's next sample, while another engine may have ended some."""
 _LENGTH_RATIO_STEPS, _LENGTH_RATIO_ERROR = 20, 0.02
-"""From how many steps on trained and sampled lengths must agree, and how well."""
+"""The step from which on trained and sampled lengths must agree, and the largest relative difference."""
 
 
 def open_supply(services: Services, state: RunState) -> "SynchronousSupply | AsynchronousSupply":
@@ -217,7 +217,7 @@ class AsynchronousSupply:
         return Group(number, row, epoch, number // self._rule.batch + 1, version, samples, attempt=attempt)
 
     def _judge_canaries(self, record: StepRecord) -> None:
-        """Those of the last publication: the trainer still holds its weights, and they have ended beside the batch."""
+        """Judge the canary tokens of the last publication, which ended beside the batch; the trainer still holds its weights."""
         if self._canaries:
             weights.collect_canary(self._services, self._state, self._canaries, record)
             self._canaries = []

@@ -1,4 +1,4 @@
-"""What of an asynchronous supply changes from step to step: a checkpoint holds all of it."""
+"""All that changes in an asynchronous supply from step to step; a checkpoint holds it."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from verl_rc.ppo.step_time import WaitTotals
 
 @dataclass
 class SupplyProgress:
-    """Where the groups of a run are. Groups are mutable while they are sampled; other fields change by assignment."""
+    """The groups of a run and what became of earlier ones. Groups are mutable while they are sampled."""
 
     admission: Admission
     ledger: RunningLedger
@@ -35,7 +35,7 @@ class SupplyProgress:
 
     @classmethod
     def resumed(cls, admission: Admission, services: Services, state: RunState) -> "SupplyProgress":
-        """Where the checkpoint's supply stood; what a synchronous run has trained counts as admitted and trained.
+        """Return where the checkpoint's supply stood; what a synchronous run has trained counts as admitted and trained.
 
         Raises ``ConfigError`` when the data lack a prompt of the checkpoint.
         """
@@ -103,5 +103,5 @@ class SupplyProgress:
 
 
 def ages_to_come(groups: Iterable[Group], trained: int, batch: int) -> list[int]:
-    """How old each of these groups, in order, will be in its step, when ``trained`` steps are done."""
+    """Return how old each of these groups, in order, will be in its step, when ``trained`` steps are done."""
     return [trained + place // batch - group.version for place, group in enumerate(groups)]

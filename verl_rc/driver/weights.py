@@ -130,8 +130,8 @@ def wait_for(services: Services, state: RunState, numbers: Sequence[int], versio
 
 
 def collect_parts(services: Services, state: RunState, version: int, record: StepRecord) -> list[int]:
-    """After an update under running requests: the numbers of those that have ended; the group of engines knows how far the
-    others were. Reports what the update cost. Lost engines are dealt with as in ``collect``."""
+    """Return the numbers of the running requests that have ended after an update; the group of engines knows how far the others
+    are. Reports what the update cost. Lost engines are dealt with as in ``collect``."""
     ended, interrupted = services.engines.collect_parts(_replacing(services, state, version, record))
     record.add(pause_metrics(list(interrupted.values())))
     return ended
