@@ -52,7 +52,7 @@ def bin_value(index: int) -> float:
 
 
 def percentiles(counts: Sequence[float], percents: Sequence[float]) -> dict[float, float]:
-    """By percent the log-ratio below or at which that share of what was counted lies (nearest rank); NaN: nothing was."""
+    """Return by percent the log-ratio below or at which that share of the counts lies (nearest rank); NaN without counts."""
     below = list(accumulate(counts))
     if not below[-1]:
         return dict.fromkeys(percents, math.nan)

@@ -74,7 +74,7 @@ class LogRatio:
 
     @cached_property
     def ratios(self) -> Moments[Tensor]:
-        """Of ``rho - 1``, float64 ``[b]``."""
+        """Moments of ``rho - 1``, float64 ``[b]``."""
         return Moments(sequence_sum(self.excess), self.sums.tokens, vecdot(self.excess, self.excess))
 
     @cached_property

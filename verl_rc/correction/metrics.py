@@ -1,4 +1,4 @@
-"""From statistics to metrics, under verl's names with the definitions of docs/metrics.md."""
+"""Computing metrics from statistics, under verl's names with the definitions of docs/metrics.md."""
 
 import math
 from dataclasses import dataclass

@@ -22,14 +22,14 @@ class Rejection:
 
     @classmethod
     def from_causes(cls, causes: dict[str, Tensor], candidates: Tensor) -> "Rejection":
-        """Of ``candidates``, 1 and 0. Every cause applies to all of them, not to what another one has left."""
+        """Decide for ``candidates``, 1 and 0. Every cause applies to all of them, not to what another one has left."""
         if not causes:
             return cls(causes, candidates)
         return cls(causes, indicator(torch.eq, sum(causes.values(), torch.zeros_like(candidates)), 0.0).mul_(candidates))
 
     @property
     def alone(self) -> dict[str, Tensor]:
-        """By cause 1 for those that it alone rejects."""
+        """1 for those that a cause alone rejects, by cause."""
         once = indicator(torch.eq, sum(self.causes.values(), torch.zeros_like(self.kept)), 1.0)
         return {name: rejected * once for name, rejected in self.causes.items()}
 

@@ -69,12 +69,12 @@ class LogProbs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of log-ratios and weights: the more precise of the two, float32 at least."""
+        """Precision of log-ratios and weights: the more precise of the two, float32 at least."""
         # The gap is often as small as the last digit of a log-prob in bfloat16.
         return torch.promote_types(torch.promote_types(self.train.dtype, self.rollout.dtype), torch.float32)
 
     def take(self, chunk: SequenceChunk) -> "LogProbs":
-        """Those of one chunk."""
+        """Return the rows of one chunk."""
         return LogProbs(chunk.take(self.train), chunk.take(self.rollout), chunk.take(self.response_mask))
 
 

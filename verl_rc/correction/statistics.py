@@ -104,7 +104,7 @@ class CorrectionStatistics:
         return correction_metrics(self.numbers(), config.settings())
 
     def signatures(self) -> dict[str, float]:
-        """Those of ``metrics`` that tell causes apart; only where the trainer's weights were those before any update."""
+        """Return those of ``metrics`` that tell causes apart; only where the trainer's weights were those before any update."""
         full, histograms = self.numbers().totals.full, self.numbers().histograms
         assert full is not None
         assert full.signatures is not None
@@ -122,7 +122,7 @@ class CorrectionStatistics:
         return self.with_vectors(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
     def with_vectors(self, sums: Tensor, maxima: Tensor) -> "CorrectionStatistics":
-        """The same with other numbers: after a reduction, or on another device."""
+        """Return the same statistics with other numbers: after a reduction, or on another device."""
         return replace(self, sums=sums, maxima=maxima)
 
 
@@ -176,7 +176,7 @@ def token_sums(
 
 
 def _by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weights | None) -> Iterator[AgeTotals[Tensor]]:
-    """By age, int64 ``[b, t]``: updates between the weights that sampled a token and the current ones.
+    """Yield totals by age; ``ages``, int64 ``[b, t]``, are updates between the weights that sampled a token and the current ones.
 
     The gap grows with age, but the mean ratio before truncation is 1 at every age: where it is not, versions are wrong.
     """
@@ -194,7 +194,7 @@ def _by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weight
 def _full_token_sums(
     ratio: LogRatio, rejection: Rejection, facts: SequenceContext, signatures: Signatures[Tensor] | None
 ) -> FullTotals[Tensor]:
-    """Without what is known of whole sequences only."""
+    """Return the totals without what is known of whole sequences only."""
     mask, signs = ratio.response.bool(), dict[str, Mean[Tensor]]()
     begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
     turns = tuple(_gap(ratio, here * ratio.ones) for here in _buckets(begins.cumsum(dim=-1) - 1, NUM_TURNS))
@@ -208,7 +208,7 @@ def _full_token_sums(
 
 
 def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
-    """For each of ``count`` buckets float64 ``[b, t]``: 1 where ``numbers``, integers, fall into it; the last takes all above."""
+    """Yield for each of ``count`` buckets float64 ``[b, t]``: 1 where integers fall into it; the last takes all above."""
     # One after the other and not as one tensor with a dimension more, so that temporaries stay small.
     for bucket in range(count):
         yield (numbers.clamp(0, count - 1) == bucket).double()

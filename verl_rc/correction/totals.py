@@ -94,7 +94,7 @@ class WeightLevels(Generic[T]):
     tokens: WeightSums[T]
     sequences: WeightSums[T]
     prompts: WeightSums[T] | None = None
-    """None: groups are unknown."""
+    """Sums over prompts; None: groups are unknown."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Quotient(Generic[T]):
 
     @classmethod
     def from_sequences(cls, a: Tensor, b: Tensor) -> "Quotient[Tensor]":
-        """From what each sequence adds, ``[B]``."""
+        """Sum up what each sequence adds, ``[B]``."""
         return Quotient(a, b, a * a, a * b, b * b)
 
     @property
@@ -213,11 +213,11 @@ class FullTotals(Generic[T]):
     log_ratio: Extremes[T]
     """Over tokens."""
     token_ratios: Moments[T]
-    """Of ``rho - 1``."""
+    """Moments of ``rho - 1``."""
     sequence_ratios: Moments[T]
-    """Of the product of a sequence's ratios, less 1."""
+    """Moments of the product of a sequence's ratios, less 1."""
     turns: tuple[Gap[T], ...]
-    """By turn of the policy; the last holds all later ones."""
+    """Gaps by turn of the policy; the last holds all later ones."""
     splits: Means[T]
     """Metrics of some group of sequences or tokens, by name, left out where nothing is in it."""
     signatures: Signatures[T] | None = None
@@ -240,7 +240,7 @@ class Totals(Generic[T]):
     weights: WeightTotals[T] | None
     rules: dict[str, RuleTotals[T]]
     ages: tuple[AgeTotals[T], ...]
-    """By updates since the weights that sampled a token; the last holds all older ones. Empty: ages are unknown."""
+    """Totals by updates since the weights that sampled a token; the last holds all older ones. Empty: ages are unknown."""
     age: Extremes[T] | None
     full: FullTotals[T] | None
 
@@ -300,10 +300,10 @@ class TokenSums:
     """Response tokens that are not rejected by themselves."""
     below_veto: Tensor | None
     statistics: dict[str, Tensor]
-    """By name of a rule on sequences."""
+    """Statistics by name of a rule on sequences."""
     means: Means[Tensor]
     rules: dict[str, RuleSums]
-    """Of rules on tokens."""
+    """Sums of rules on tokens."""
     weights: tuple[WeightSums[Tensor], ...]
     """Applied, and with full diagnostics raw. Empty: there are none, or all tokens of a sequence share one."""
     raw_weight: Tensor | None
@@ -311,7 +311,7 @@ class TokenSums:
     ages: tuple[AgeTotals[Tensor], ...]
     age: Extremes[Tensor] | None
     full: FullTotals[Tensor] | None
-    """Its splits are by sign of the advantage: tokens not rejected by themselves, of all."""
+    """Tokens not rejected by themselves, of all; split by sign of the advantage."""
     alone: dict[str, Tensor]
     """With full diagnostics, by cause: tokens that no other cause rejects by themselves."""
 
