@@ -1,4 +1,4 @@
-"""From one loss per token to one number: sums divided by denominators that are handed in, and reported means."""
+"""Reducing one loss per token to one number: sums divided by denominators that are handed in, and reported means."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Aggregation:
         return aggregation if isinstance(aggregation, Aggregation) else cls(mode=aggregation)
 
     def with_mode(self, mode: LossAggregation) -> Aggregation:
-        """The same denominators under another mode, for losses that define their own average."""
+        """Return the same denominators under another mode, for losses that define their own average."""
         return replace(self, mode=mode)
 
     def reduce(self, token_loss: Tensor, mask: Tensor, denominator_mask: Tensor | None = None) -> Tensor:
