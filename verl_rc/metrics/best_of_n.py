@@ -65,7 +65,7 @@ def draw_sizes(samples_per_prompt: int) -> list[int]:
 def best_of(values: Sequence[float], draws: int) -> Moments:
     """Moments of the largest of n = ``draws`` values drawn with replacement from the N ``values``.
 
-    In ascending order, the i-th value is at least the largest drawn with probability (i / N)^n, hence is the largest
+    In ascending order, the i-th value is at least the largest drawn with probability (i / N)^n, so it is the largest
     with probability (i / N)^n - ((i - 1) / N)^n: what a bootstrap tends to as its repetitions grow.
     """
     return _last_drawn(sorted(values), draws)

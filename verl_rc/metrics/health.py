@@ -41,7 +41,7 @@ class CauseHistory:
     """What the next step's causes are judged by; stored in checkpoints."""
 
     episodes: dict[str, CauseEpisode] = field(default_factory=dict)
-    """By cause, those that may go on."""
+    """Episodes that may go on, by cause."""
     first_noise: tuple[float, ...] = ()
     """``rollout_corr/logit_noise`` of the first steps, at most two."""
 

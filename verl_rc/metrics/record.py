@@ -86,5 +86,5 @@ def _weighted_mean(group: Sequence[Metric]) -> float | None:
 
 
 def _exact_sum(values: Sequence[float]) -> float:
-    """A correctly rounded sum, hence independent of the order; infinities and NaN propagate instead of raising."""
+    """A correctly rounded sum, which does not depend on the order; infinities and NaN propagate instead of raising."""
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

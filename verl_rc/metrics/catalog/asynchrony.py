@@ -1,4 +1,4 @@
-"""Generation ahead of training: ages, what is under way, and who waits for whom. A synchronous run reports none of them."""
+"""Generation ahead of training: ages, what is under way, and which side waits. A synchronous run reports none of them."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 

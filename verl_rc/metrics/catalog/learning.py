@@ -1,4 +1,4 @@
-"""What is learned: losses and gradients of actor and critic; scores, advantages, returns."""
+"""Learning: losses and gradients of actor and critic; scores, advantages, returns."""
 
 from verl_rc.config.algorithms import POLICY_LOSSES
 from verl_rc.metrics.catalog.spec import MetricSpec, spread

@@ -1,4 +1,4 @@
-"""Where time and memory go: seconds per stage, milliseconds per token, throughput, and what each weight sync sent."""
+"""Time and memory: seconds per stage, milliseconds per token, throughput, and what each weight sync sent."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec
 

@@ -19,7 +19,7 @@ class PreviousRun:
     steps_done: int
     """Number of steps whose metrics are kept."""
     run_id: str | None
-    """Its ``Tracker.run_id``."""
+    """The ``Tracker.run_id`` of the run."""
 
 
 class Tracker:
