@@ -20,7 +20,7 @@ class AdmissionError(RuntimeError):
 
 @dataclass(frozen=True)
 class AdmissionState:
-    """Where a run is, for a checkpoint: absolute numbers. The rule itself follows the configuration."""
+    """The progress of a run for a checkpoint, in absolute numbers. The rule itself follows the configuration."""
 
     published: int
     admitted: int
@@ -108,7 +108,7 @@ class Admission:
         return replace(undecided, replaced=self.replaced + len(given))
 
     def state(self) -> AdmissionState:
-        """For a checkpoint."""
+        """Return the progress for a checkpoint."""
         return AdmissionState(self.published, self.admitted, self.replaced, self.decided.plain())
 
     def resumed(self, state: AdmissionState) -> "Admission":

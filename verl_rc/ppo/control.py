@@ -101,7 +101,7 @@ class Control:
     kl: KLController
     """Weight of the KL penalty in the reward."""
     threshold: AdaptiveThreshold | None
-    """Of the rejection rule; None: fixed by the configuration."""
+    """Threshold of the rejection rule; None: fixed by the configuration."""
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmConfig, saved: ControlState | None = None) -> "Control":

@@ -70,7 +70,7 @@ class FailedGroups:
     """Why the first group of the run failed; None: none did."""
 
     def with_failure(self, num_decided: int, error: str) -> "FailedGroups":
-        """With another one, after ``num_decided`` groups. Raises ``TooManyFailedGroupsError`` above 1 % of the last 100."""
+        """Add a failure after ``num_decided`` groups. Raises ``TooManyFailedGroupsError`` above 1 % of the last 100."""
         recent = tuple(place for place in self.at if place > num_decided - _JUDGED_GROUPS)
         found = FailedGroups((*recent, num_decided), self.first_error or error)
         if len(found.at) > _FAILED_GROUPS:
@@ -101,10 +101,10 @@ class RewardHistory:
     recent: tuple[StepScores, ...] = ()
     """Oldest first; at most a window of them."""
     best: float | None = None
-    """None: no window was full yet."""
+    """The best mean over a window; None: no window was full yet."""
 
     def with_scores(self, scores: Tensor, window: int) -> "RewardHistory":
-        """With the scores ``[B]`` of another step; the last ``window`` steps are kept (``trainer.alerts.reward_window``)."""
+        """Add the scores ``[B]`` of a step; the last ``window`` steps are kept (``trainer.alerts.reward_window``)."""
         values = scores.double()
         total, squares = torch.stack([values.sum(), values.square().sum()]).tolist()
         recent = (*self.recent, StepScores(values.numel(), total, squares))[-window:]

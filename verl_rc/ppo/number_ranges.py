@@ -36,7 +36,7 @@ class NumberRanges:
         return cls(tuple(zip(ends[::2], ends[1::2], strict=True)))
 
     def plain(self) -> PlainRanges:
-        """For a checkpoint."""
+        """Return the ranges for a checkpoint."""
         return self.ranges
 
     def __contains__(self, number: int) -> bool:

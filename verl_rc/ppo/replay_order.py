@@ -18,7 +18,7 @@ class OpenGroup:
     """A group that was admitted and is neither trained on nor replaced."""
 
     number: int
-    """Its place in the order of admission."""
+    """Place in the order of admission."""
     version: int
     """Oldest weights that sampled any of its tokens; until it is whole, those of its admission."""
     decided: bool

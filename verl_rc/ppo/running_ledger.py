@@ -17,7 +17,7 @@ from verl_rc.ppo.number_ranges import NumberRanges, PlainRanges
 FATES = {
     "trained": "that a step took into its batch",
     "filtered": "whose samples tell nothing (algorithm.filter_groups)",
-    "failed": "of which a sample failed in every attempt (tool, environment, reward or timeout)",
+    "failed": "with a sample that failed in every attempt (tool, environment, reward or timeout)",
     "stale": "that grew older than the hard bound and were dropped",
 }
 """Every way in which a group ends."""
@@ -40,12 +40,12 @@ class LedgerState:
 
 @dataclass(frozen=True)
 class RunningLedger:
-    """Where every group of the run is. A value: every move returns the next one, and belongs in a checkpoint."""
+    """What became of every group of the run. A value: every move returns the next one, and belongs in a checkpoint."""
 
     admitted: int = 0
     """Numbers 0, 1, …, ``admitted`` - 1 were handed out."""
     in_flight: NumberRanges = field(default_factory=NumberRanges)
-    """Those without a fate: being sampled, or waiting to be trained on."""
+    """Numbers without a fate: being sampled, or waiting to be trained on."""
     ended: Mapping[str, NumberRanges] = field(default_factory=dict)
     """Numbers by their fate."""
     balance: int = 0
@@ -68,7 +68,7 @@ class RunningLedger:
         if fate not in FATES or wrong or len(new) != len(given):
             raise LedgerError(
                 f"groups in flight, each once, must get one of the fates {', '.join(FATES)}; got {fate} for {len(given)} "
-                f"numbers, {len(new)} of them different, of which {wrong[:5]} are not in flight."
+                f"numbers, {len(new)} of them different; not in flight are {wrong[:5]}."
             )
         ended = {**self.ended, fate: self.ended.get(fate, NumberRanges()).union(new)}
         return replace(self, in_flight=NumberRanges.from_numbers(left), ended=ended)
@@ -105,7 +105,7 @@ class RunningLedger:
             )
 
     def state(self) -> LedgerState:
-        """For a checkpoint."""
+        """Return the ledger for a checkpoint."""
         return LedgerState(self.admitted, {fate: numbers.plain() for fate, numbers in self.ended.items()}, self.balance)
 
     @classmethod

@@ -11,7 +11,7 @@ class MeasuredStep:
     """Seconds of one step's work on the devices that each side will have, one side alone."""
 
     sampling: float
-    """From the first request to the last token of a batch: its longest response sets it."""
+    """Seconds from the first request to the last token of a batch: its longest response sets it."""
     training: float
     """Everything else."""
 
@@ -54,12 +54,12 @@ class WaitTotals:
     steps: int = 0
     total: float = 0.0
     waited: float = 0.0
-    """In which the trainer waited for samples."""
+    """Seconds in which the trainer waited for samples."""
     longest_group: float = 0.0
-    """From the first request of a group to its last answer, the longest of all."""
+    """Seconds from the first request of a group to its last answer, the longest of all."""
 
     def with_step(self, total: float, waited: float, longest_group: float) -> "WaitTotals":
-        """With another step."""
+        """Return the totals with another step."""
         longest = max(self.longest_group, longest_group)
         return WaitTotals(self.steps + 1, self.total + total, self.waited + waited, longest)
 

@@ -1,4 +1,4 @@
-"""From scored rollouts and the models' evaluations to the batch the actor trains on."""
+"""Building the batch that the actor trains on, from scored rollouts and the models' evaluations."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ class ScoredStep:
     """Everything the updates of a step are computed from."""
 
     batch: TrainBatch
-    """For the actor."""
+    """The batch for the actor."""
     correction: CorrectionResult | None
-    """Of proximal against rollout policy; None where the actor corrects."""
+    """Rollout correction of the proximal policy; None where the actor corrects."""
     rewards: Tensor
     """float32 ``[B, R]``: token-level rewards, after the KL penalty."""
     keep_mask: Tensor | None
@@ -32,7 +32,7 @@ class ScoredStep:
 
     @property
     def statistics(self) -> CorrectionStatistics | None:
-        """Of the correction; None where the actor corrects."""
+        """The statistics of the correction; None where the actor corrects."""
         return None if self.correction is None else self.correction.statistics
 
 
