@@ -102,7 +102,7 @@ class RoleMemory:
 
     @property
     def model(self) -> int:
-        """Without the libraries."""
+        """Return the bytes without those of the libraries."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache
 
     @property
@@ -172,7 +172,7 @@ def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic) -> Role
 
 
 def _bytes(precision: str) -> int:
-    """Of one number."""
+    """Return the bytes of one number."""
     return torch_dtype(precision).itemsize
 
 

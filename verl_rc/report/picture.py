@@ -73,7 +73,7 @@ class Curves:
     """What the picture shows."""
 
     validation: dict[tuple[str, str], Series]
-    """By data source and variable (``acc`` or ``reward``)."""
+    """Validation by data source and variable (``acc`` or ``reward``)."""
     score: Series
     ess: Series
     gap: Series

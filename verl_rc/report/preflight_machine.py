@@ -52,7 +52,7 @@ class Finding:
         return cls("ok", subject, found) if holds else cls("failed", subject, found, must, remedy)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the finding for people."""
         more = [("must", self.must), ("do", self.remedy)]
         first = f"{_MARKS[self.status]}  {self.subject}: {self.found}"
         return [first, *(f"        {label:<5} {text}" for label, text in more if text)]

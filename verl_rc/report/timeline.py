@@ -40,11 +40,11 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Seconds from begin to end."""
         return self.end - self.begin
 
     def within(self, begin: float, end: float) -> "Span | None":
-        """Its part from ``begin`` to ``end``; None: it has none."""
+        """Return its part from ``begin`` to ``end``; None: it has none."""
         if self.end <= begin or self.begin >= end:
             return None
         return replace(self, begin=max(self.begin, begin), end=min(self.end, end))
@@ -115,7 +115,7 @@ def clock_offset(spans: Iterable[Span]) -> float:
 
 
 def describe(timeline: Timeline) -> str:
-    """At most ten lines: how long steps take, what every role does in them, and the longest waits for samples."""
+    """Say in at most ten lines how long steps take, what every role does in them, and the longest waits for samples."""
     total = sum(span.seconds for span in timeline.steps.values())
     count = len(timeline.steps)
     lines = [f"step{'s' * (count > 1)} {_range(timeline.steps)}: {total:.1f} s, {total / count:.2f} s each"]

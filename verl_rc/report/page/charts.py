@@ -34,7 +34,7 @@ class Line:
     low: Series | None = None
     high: Series | None = None
     run: int = 0
-    """Of several runs compared; each has one colour."""
+    """Number of the run among several that are compared; each has one colour."""
     part: int = 0
     """Number of the metric within the run's lines, which dashes tell apart."""
 

@@ -184,6 +184,6 @@ def differing_settings(runs: Sequence[RunData]) -> str:
 
 
 def reading_panel(run: RunData, has_text: bool, left_out: Sequence[str]) -> str:
-    """Where the numbers come from, and whether the page may be shown to others."""
+    """Say where the numbers come from, and whether the page may be shown to others."""
     text = "This page holds texts of prompts and responses." if has_text else "This page holds no text of prompts or responses."
     return listed([*run.notes, *left_out, text])

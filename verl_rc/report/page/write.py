@@ -1,4 +1,4 @@
-"""From paths to a page on the disk."""
+"""Writing the page of runs to the disk."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Request:
 
     paths: tuple[Path, ...]
     output: Path | None = None
-    """None: ``report.html`` in the folder of the run, or beside the log."""
+    """The page's path; None: ``report.html`` in the folder of the run, or beside the log."""
     first_step: int = 0
     last_step: int = LARGEST_STEP
     newest_steps: int | None = None

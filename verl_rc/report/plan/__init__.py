@@ -27,7 +27,7 @@ class Plan:
 
     policy: PolicyPlan
     value: ValuePlan | None
-    """None: no critic."""
+    """The value objective; None: no critic."""
     advantages: AdvantagePlan
     sizes: BatchArithmetic
     phases: tuple[Phase, ...]

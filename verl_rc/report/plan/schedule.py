@@ -40,7 +40,7 @@ class UpdateArithmetic:
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """From prompts to optimizer steps."""
+    """Sizes of batches, from prompts to optimizer steps."""
 
     prompts: int
     """Per training step."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MARK = "tfevents"
-"""In the name of every event file."""
+"""What the name of every event file has."""
 _LONGEST_RECORD = 64 << 20
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 # Field numbers of Event, Summary, Summary.Value and TensorProto.

@@ -1,4 +1,4 @@
-"""``histograms.jsonl`` into a heat map of log-ratios that a page can show, whatever the number of steps."""
+"""``histograms.jsonl`` into a heat map of log-ratios that a page can show, also for many steps."""
 
 import math
 from bisect import bisect_right
@@ -52,7 +52,7 @@ class _HeatMapBuilder:
 
 
 def read_heat_map(records: Iterable[tuple[int, Record]], notes: list[str]) -> HeatMap | None:
-    """Merge histograms, of which each has edges of its own or those of the last one that had some; None without any."""
+    """Merge histograms. Each has edges of its own, or those of the last one that had some; None without any."""
     builder, edges, rows, damaged = _HeatMapBuilder(), None, [], 0
     for step, record in records:
         if record.get("name") != LOG_RATIO:

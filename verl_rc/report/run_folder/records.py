@@ -106,7 +106,7 @@ class SavedSample:
 
     step: int
     cells: Mapping[str, Any]
-    """By column; text, numbers, None."""
+    """Cells by column; text, numbers, None."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class HeatMap:
     steps: Sequence[int]
     """First step of each column."""
     edges: Sequence[float]
-    """Of the rows, ascending, nats; one more than rows."""
+    """Edges of the rows, ascending, nats; one more than rows."""
     counts: Sequence[Sequence[float]]
-    """By column, then row."""
+    """Counts by column, then row."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class RunData:
     total_steps: int | None = None
     """Steps that the run was to do."""
     ending: Ending | None = None
-    """None: the run still trains, was killed, or is of another trainer."""
+    """How it ended; None: the run still trains, was killed, or is of another trainer."""
     notes: list[str] = field(default_factory=list)
     """What was read, what was missing and what was repaired; one sentence each."""
     _finite: dict[str, Series] = field(default_factory=dict, repr=False)

@@ -19,12 +19,12 @@ _LEVELS = {"token": "tokens", "sequence": "rows", "prefix": "prefixes", "geometr
 
 
 def judge_correction(run: RunData) -> list[Statement]:
-    """What is wrong with weights and rejection; one statement about their cost if nothing is."""
+    """Judge weights and rejection; returns what is wrong, or one statement about their cost if nothing is."""
     return [*_low_ess(run), *_rejected(run), *_heavy_tail(run)] or [_cost(run)]
 
 
 def half_life(run: RunData) -> Series:
-    """By step the length at which the product of a row's ratios halves the effective sample size: ln 2 / (2 k3) tokens."""
+    """Return by step the length at which the product of a row's ratios halves the effective sample size: ln 2 / (2 k3) tokens."""
     k3 = run.get("rollout_corr/k3_kl")
     kept = [(step, value) for step, value in zip(k3.steps, k3.values, strict=True) if value > 0]
     return mapped(Series([step for step, _ in kept], [value for _, value in kept]), lambda value: math.log(2) / (2 * value))

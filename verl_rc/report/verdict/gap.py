@@ -92,14 +92,14 @@ def token_count(run: RunData) -> Series:
 
 
 def missing_mass(run: RunData) -> Series:
-    """By step k1 - k3, which is 1 less the mean ratio: 0 in expectation if the tokens come from what was reported."""
+    """Return by step k1 - k3, which is 1 less the mean ratio: 0 in expectation if the tokens come from what was reported."""
     k3 = run.get(_K3).by_step()
     pairs = [(step, k1 - k3[step]) for step, k1 in run.get(_K1).by_step().items() if step in k3]
     return Series([step for step, _ in pairs], [value for _, value in pairs])
 
 
 def z_of_mean_ratio(run: RunData) -> Series:
-    """By step the mean ratio less 1, in standard errors; from the moments where the run does not report it.
+    """Return by step the mean ratio less 1, in standard errors; from the moments where the run does not report it.
 
     It is negative where mass is missing, as ``misalignment_z``. Over tokens: with every context given, ratios less 1 are
     uncorrelated when the tokens come from what was reported.
@@ -266,7 +266,7 @@ def _staleness(run: RunData) -> list[Statement]:
 
 
 def _policy_distance(run: RunData, steps: Sequence[int]) -> list[float]:
-    """For each step, the nats that the policy moved before it: Σ sqrt(2 ppo_kl) of the steps before."""
+    """Return for each step the nats that the policy moved before it: Σ sqrt(2 ppo_kl) of the steps before."""
     moved = run.get("actor/ppo_kl").by_step()
     total, distances = 0.0, []
     for step in steps:

@@ -1,4 +1,4 @@
-"""Where the time goes."""
+"""What the verdict says of time: the largest stage, tokens per second, idle workers."""
 
 import math
 

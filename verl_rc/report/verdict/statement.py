@@ -29,7 +29,7 @@ class Statement:
     overrides: tuple[str, ...] = ()
     """Ready to paste."""
     row: int | None = None
-    """Of the decision table in ``gap.py``; None outside it."""
+    """Row of the decision table in docs/see_why.md; None outside it."""
 
     @property
     def where(self) -> str:
@@ -47,7 +47,7 @@ class Statement:
         return f"{self.sentence}{degree}{where}"
 
     def as_json(self) -> dict[str, Any]:
-        """For machines; numbers that are not finite are None."""
+        """Return the statement for machines; numbers that are not finite are None."""
         return {
             "topic": self.topic,
             "cause": self.cause,

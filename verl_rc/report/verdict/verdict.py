@@ -39,7 +39,7 @@ class Verdict:
         return min((statement.level for statement in self.statements), key=lambda level: _RANK[level], default="unknown")
 
     def lines(self) -> list[str]:
-        """For the console: at most eight lines."""
+        """Return at most eight lines for the console."""
         lines = [f"{self.headline} {self.progress}"]
         kept = sorted(self.statements, key=lambda statement: _RANK[statement.level])[: MOST_LINES - 2]
         lines += [f"  {statement.topic}: {statement.text}" for statement in self.statements if statement in kept]
@@ -48,7 +48,7 @@ class Verdict:
         return ["".join(letter if letter.isprintable() else "?" for letter in line) for line in lines]
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the verdict for machines."""
         return {
             "headline": self.headline,
             "progress": self.progress,
