@@ -55,7 +55,7 @@ async def _finished(awaitable: Any) -> Any:
 
 
 _SHOWN_CHARACTERS = 500
-"""Of an exception's text."""
+"""Characters of an exception's text that are shown."""
 Scorer = Callable[[str, Any], Any]
 """``f(solution_str, ground_truth)`` returns a number or a dict with ``score``."""
 
