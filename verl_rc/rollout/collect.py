@@ -1,4 +1,4 @@
-"""From engine completions to one rollout batch, with checks of its log-probs and weight versions."""
+"""Making one rollout batch of engine completions, with checks of its log-probs and weight versions."""
 
 from collections.abc import Sequence
 

@@ -38,7 +38,7 @@ class RolloutEngine:
         self._box: Box = []
         self._on_update = options.on_update
         self._interrupted = Interrupted([], self._collect([]))
-        """By the last update."""
+        """What the last update interrupted."""
         self._paused_at = 0.0
         """When the last update began, ``time.perf_counter`` seconds."""
         self._loop = StepLoop(partial(VllmSampler, options), options.max_concurrent)
@@ -148,7 +148,7 @@ class RolloutEngine:
             self._loop.call(lambda _: self._loop.limit(steps))
 
     def require(self, numbers: Sequence[int]) -> None:
-        """Sample these to their end, whatever ``deterministic_steps`` says."""
+        """Sample these to their end, beyond ``deterministic_steps`` too."""
         self._loop.call(lambda _: self._loop.require(numbers))
 
     def activity(self) -> list[tuple[float, float]]:

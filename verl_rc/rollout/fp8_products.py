@@ -44,9 +44,9 @@ class Fp8Timings:
     """Milliseconds of one small product with each implementation."""
 
     bf16: float
-    """The same product of bf16 matrices."""
+    """Milliseconds of the same product of bf16 matrices."""
     fp8: Mapping[str, float]
-    """By names of ``IMPLEMENTATIONS``; infinite where the CPU cannot do it that way."""
+    """Milliseconds by names of ``IMPLEMENTATIONS``; infinite where the CPU cannot do it that way."""
 
     @property
     def implementation(self) -> str:

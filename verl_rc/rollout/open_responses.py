@@ -32,7 +32,7 @@ class OpenResponses:
         return self._open[key][1]
 
     def get(self, key: str) -> Response | None:
-        """The same; None: it has not begun."""
+        """Return the same; None: it has not begun."""
         return self[key] if key in self._open else None
 
     def replace(self, key: str, response: Response) -> None:
@@ -56,7 +56,7 @@ class OpenResponses:
         return self._conversations.after_turn(response) or self._end(key)
 
     def proceed(self, key: str, answers: Sequence[str]) -> Response | None:
-        """Take the tools' answers; returns the response if it has ended thereby."""
+        """Take the tools' answers; returns the response if they have ended it."""
         assert self._conversations is not None
         sample, response = self._open[key]
         response, goes_on = self._conversations.with_answers(response, answers, sample.request.limit(sample.options))

@@ -29,9 +29,9 @@ class Response:
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """Of each token under the distribution it was sampled from, nats."""
+    """Log-prob of each token under the distribution it was sampled from, nats."""
     versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each token; ``UNKNOWN`` for tokens of tool answers."""
+    """Version of the weights that sampled each token; ``UNKNOWN`` for tokens of tool answers."""
     sampled: list[bool] = field(default_factory=list)
     """Whether the policy sampled the token; False: a tool answered it."""
     stopped: bool = False
@@ -65,7 +65,7 @@ class Response:
     def seed(self, first: int) -> int:
         """The seed of the next token's request; ``first`` is that of the response's first one.
 
-        So a part is the same whichever engine samples it, and two parts of a response share no random numbers.
+        So a part is the same on every engine, and two parts of a response share no random numbers.
         """
         return part_seed(turn_seed(first, self.tool_turns), len(self.token_ids) - self.turn_start)
 
@@ -150,7 +150,7 @@ class Collected(NamedTuple):
     """Samples of one engine that have ended; every one is collected once."""
 
     numbers: list[int]
-    """Of the samples that have a response, ascending."""
+    """Numbers of the samples that have a response, ascending."""
     completions: Completions
     """A row for each."""
     failures: dict[int, str]
@@ -162,10 +162,10 @@ class Interrupted:
     """What a weight update interrupted, of one engine."""
 
     numbers: list[int]
-    """Of the samples that had begun and not ended, ascending."""
+    """Numbers of the samples that had begun and not ended, ascending."""
     completions: Completions
     """A row for each: its tokens before the update."""
     pause_seconds: float = 0.0
-    """From the last step before the update until steps could be made again."""
+    """Seconds from the last step before the update until steps could be made again."""
     recomputed_tokens: int = 0
     """Tokens of prompts and responses that the engine has to compute again."""

@@ -1,4 +1,4 @@
-"""What is asked of an engine: how it is built, sampling parameters, and a seed for every request."""
+"""Requests to an engine: how it is built, sampling parameters, and a seed for every request."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class EngineOptions:
     max_concurrent: int | None = None
     """Samples without priority that may have begun and not ended; None: no limit."""
     conversation: ConversationOptions | None = None
-    """None: samples call no tools."""
+    """How samples call tools; None: they call none."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class GenerationRequest:
 
     prompt_token_ids: list[int]
     seed: int
-    """Of the first part; see ``Response.seed``."""
+    """Seed of the first part; see ``Response.seed``."""
     max_tokens: int | None = None
     """Limit of the whole response, tokens; None: that of the sampling options."""
     parts: Sequence[Part | Answer] = ()

@@ -57,7 +57,7 @@ class Sampler(Protocol):
         """
 
     def proceed(self, key: str, answer: Any) -> Any:
-        """Take what a sample has waited for; returns its response if it has ended thereby, None if ``begin`` is to follow."""
+        """Take what a sample has waited for; returns its response if that has ended it, None if ``begin`` is to follow."""
 
     def cut(self, keys: Sequence[str]) -> None:
         """Take running samples out of the batch; what was sampled of them is kept for ``begin``."""
@@ -98,7 +98,7 @@ class _Rank(IntEnum):
 
     AHEAD = 0
     BEGUN = 1
-    """Without priority, cut or away before."""
+    """Samples without priority that were cut or away before."""
     NEW = 2
 
 
@@ -134,7 +134,7 @@ class StepLoop(Generic[S]):
         self._away: dict[str, _Submitted] = {}
         """Samples that wait for a tool."""
         self._back: deque[tuple[str, Future[Any]]] = deque()
-        """Those of them whose answer has come."""
+        """Samples whose answer has come."""
         self._cancelled: set[int] = set()
         """Numbers of samples that were cancelled while their submission was queued."""
         self._arrivals = count()
@@ -143,7 +143,7 @@ class StepLoop(Generic[S]):
         """Steps that samples without priority may still be decoded; None: no limit."""
         self._activity: deque[tuple[float, float]] = deque(maxlen=_SPANS_KEPT)
         self._required: set[int] = set()
-        """Numbers of samples without priority that are decoded to their end, whatever the limit."""
+        """Numbers of samples without priority that are decoded to their end, beyond the limit too."""
         # A daemon: a step that hangs in vLLM must not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(build,), name="step loop", daemon=True)
         self._thread.start()
@@ -273,7 +273,7 @@ class StepLoop(Generic[S]):
         self._required.clear()
 
     def require(self, numbers: Collection[int]) -> None:
-        """Decode these samples without priority to their end, whatever the limit; all others are decoded beside them."""
+        """Decode these samples without priority to their end, beyond the limit too; all others are decoded beside them."""
         both = [*self._running.values(), *self._away.values(), *(submitted for *_, submitted in self._waiting)]
         self._required |= {one.sample.number for one in both if not one.sample.ahead} & set(numbers)
 

@@ -31,7 +31,7 @@ class MalformedCall:
 
 ParsedCall = ToolCall | MalformedCall
 Parser = Callable[[str], list[ParsedCall]]
-"""From the text of a turn to its calls, in order."""
+"""Parses the text of a turn into its calls, in order."""
 
 
 def parse_hermes(text: str) -> list[ParsedCall]:

@@ -29,10 +29,10 @@ class VllmSampler:
         if current_platform.is_cpu() and options.arguments.get("kv_cache_dtype", "auto") != "auto":
             require_fp8_cache()
         self.version = UNKNOWN
-        """Of the weights that the engine holds."""
+        """Version of the weights that the engine holds."""
         self._keeps_cache = options.on_update == "keep"
         self._open = OpenResponses(None if options.conversation is None else Conversations.open(options.conversation))
-        """Without the tokens of the requests in vLLM."""
+        """Responses without the tokens of the requests in vLLM."""
         self._requests: dict[str, tuple[str, int]] = {}
         """vLLM's own names of the requests in it, and the version of the weights when each began."""
         self.llm = LLM(
@@ -102,7 +102,7 @@ class VllmSampler:
         return self._response_now(key) if key in self._requests else self._open.get(key)
 
     def _response_now(self, key: str) -> Response:
-        """With the tokens of the request that is in vLLM."""
+        """Return the response with the tokens of the request that is in vLLM."""
         # What vLLM itself puts into a queue when it aborts a request of its asynchronous engine; here it has no queue.
         name, version = self._requests[key]
         state = self.llm.llm_engine.output_processor.request_states[name]
