@@ -16,7 +16,7 @@ LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What is computed of every predicted token."""
+    """Which scores of every predicted token are computed."""
 
     temperature: float = 1.0
     """Logits are divided by it."""
@@ -100,7 +100,7 @@ class _HiddenStateScores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """Of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) / temperature``."""
+        """Compute gradients of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) / temperature``."""
         hidden, weight, bias, token_ids, maxima, sums, entropies, kept = ctx.saved_tensors
         temperature = ctx.options.temperature
         slope = (grad_log_probs / temperature)[:, None]
