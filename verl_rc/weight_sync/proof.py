@@ -21,7 +21,7 @@ class LoadReceipt:
     """What one engine worker received and loaded. vLLM's remote calls carry plain values: it travels as its ``asdict``."""
 
     digests: dict[str, int]
-    """Of every tensor received, by name."""
+    """Digest of every tensor received, by name."""
     not_loaded: list[str]
     """Parameters of the worker's model that no tensor filled."""
 

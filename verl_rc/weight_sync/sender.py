@@ -28,11 +28,11 @@ class SendReceipt:
 
 
 class WeightSource(Protocol):
-    """Weights as engines know them, wherever they come from."""
+    """Weights as engines know them: those of a model, or merged with adapters."""
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Return the device of the weights."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight's name and shape, in the order in which they are sent."""
@@ -50,7 +50,7 @@ class ModelWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Return the device of the parameters."""
         return next(self._model.parameters()).device
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

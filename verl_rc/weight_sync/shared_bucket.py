@@ -40,12 +40,12 @@ class CudaIpcHandle:
 
 @dataclass(frozen=True)
 class BucketHandle:
-    """Where a bucket lies on each device. The driver passes on this handle only, never the weights."""
+    """Places of a bucket on each device. The driver passes on this handle only, never the weights."""
 
     tensors: tuple[TensorSpec, ...]
     """The bucket's tensors in order; they lie end to end and share one dtype."""
     by_device: Mapping[str, SharedMemoryHandle | CudaIpcHandle]
-    """By the key of the device, see ``device_key``."""
+    """Places by the key of the device, see ``device_key``."""
 
     @property
     def num_elements(self) -> int:
@@ -189,7 +189,7 @@ def device_key(device: torch.device) -> str:
 
 
 def choose_offering_ranks(rank_devices: Sequence[str], engine_devices: Iterable[str]) -> list[bool]:
-    """For each trainer rank, whether it has to offer buckets: one rank for every device that holds an engine worker.
+    """Return for each trainer rank whether it has to offer buckets: one rank for every device that holds an engine worker.
 
     Raises ``ValueError`` when an engine worker's device holds no trainer rank.
     """

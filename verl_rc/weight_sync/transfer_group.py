@@ -22,7 +22,7 @@ class TransferBrokenError(RuntimeError):
 
 @dataclass(frozen=True)
 class TransferAddress:
-    """Where the members of the transfer group meet."""
+    """Address at which the members of the transfer group meet."""
 
     host: str
     port: int
