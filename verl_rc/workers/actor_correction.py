@@ -120,12 +120,12 @@ class ActorCorrection:
         return LogProbGap(total / count if count else 0.0, float(all_reduce_max(largest, self._mesh)))
 
     def statistics(self) -> CorrectionStatistics:
-        """Of all mini-batches and ranks, on the CPU."""
+        """Return the statistics of all mini-batches and ranks, on the CPU."""
         assert self._all is not None
         return _on_cpu(self._all)
 
     def signatures(self) -> CorrectionStatistics | None:
-        """Those of the first mini-batch over all ranks, on the CPU; None without full diagnostics. Collective."""
+        """Return those of the first mini-batch over all ranks, on the CPU; None without full diagnostics. Collective."""
         return None if self._signature_statistics is None else _on_cpu(self._over_ranks(self._signature_statistics))
 
     def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:

@@ -69,7 +69,7 @@ class _Source:
     """The shards."""
     step: int
     model: ModelConfig
-    """Of the part's model; ``path`` is where the base model is now."""
+    """Configuration of the part's model; ``path`` is where the base model is now."""
     model_config: Any
     """The base model's own configuration (``transformers.PretrainedConfig``)."""
     tokenizer_path: str

@@ -75,7 +75,7 @@ class MergedWeights:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return self._here.device
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

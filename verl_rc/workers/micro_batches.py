@@ -24,7 +24,7 @@ class ObjectiveTotals:
         self._terms: dict[str, list[Tensor]] = defaultdict(list)
         self._averages: dict[str, list[Tensor]] = defaultdict(list)
         self.grad_norms: list[float] = []
-        """Of every optimizer step, before clipping."""
+        """Gradient norm of every optimizer step, before clipping."""
 
     def add(self, objective: Objective) -> None:
         """Add one micro-batch."""

@@ -13,7 +13,7 @@ PACKED_ATTENTION = "verl_rc_packed_sdpa"
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where each packed token lies in a padded ``[num_sequences, max_length]`` grid."""
+    """Places of packed tokens in a padded ``[num_sequences, max_length]`` grid."""
 
     grid_index: Tensor
     """int64 ``[N]``: ``row * max_length + position`` of every packed token."""

@@ -30,7 +30,7 @@ class UpdateReport:
     """One rank's report on the updates of a step."""
 
     metrics: list[Metric]
-    """To be reduced over ranks."""
+    """Metrics to be reduced over ranks."""
     grad_norms: list[float]
     """Gradient norm of every optimizer step before clipping, over the shards of all ranks."""
 
@@ -44,6 +44,6 @@ class ActorReport(UpdateReport):
     correction: CorrectionStatistics | None = None
     """Where the actor corrects: rollout correction over all mini-batches and ranks."""
     gap: LogProbGap | None = None
-    """Likewise: gap of the first mini-batch, before any update."""
+    """Where the actor corrects: gap of the first mini-batch, before any update."""
     signatures: CorrectionStatistics | None = None
-    """Likewise, with full diagnostics: of the first mini-batch, over all ranks."""
+    """Where the actor corrects, with full diagnostics: signatures of the first mini-batch, over all ranks."""
