@@ -121,9 +121,9 @@ class AwaitedProcess:
     what: str
     """What it was asked to do."""
     last_answer: str
-    """When it last gave a sign of life."""
+    """What its last sign of life was."""
     state: ProcessState | None
-    """What it has not answered; None: it has answered."""
+    """Its state in the kernel; None: it has answered."""
 
 
 @dataclass(frozen=True)
