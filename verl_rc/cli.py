@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_rc.report.picture import draw_run
-
 USER_ERROR = 2
 """Exit status for what the caller can put right; argparse uses the same."""
 
@@ -267,6 +265,8 @@ def _presets(given: argparse.Namespace) -> int:
 
 
 def _plot(given: argparse.Namespace) -> int:
+    from verl_rc.report.picture import draw_run  # noqa: PLC0415  (pydantic and yaml, which no help text should wait for)
+
     try:
         sys.stdout.write(f"{draw_run(given.folder)}\n")
     except (ValueError, OSError) as error:

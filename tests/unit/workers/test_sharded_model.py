@@ -6,8 +6,10 @@ import pytest
 import torch
 from small_checkpoints import change, whole
 from small_models import free_port, small_run_config
+from torch.distributed.tensor import DTensor
 
 from verl_rc.checkpoint import shards_problem
+from verl_rc.distributed.fsdp import whole_parameters, without_memory
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.critic_worker import CriticWorker
 from verl_rc.workers.policy_worker import PolicyWorker
@@ -36,5 +38,22 @@ def test_what_is_saved_comes_back(model_folder: Path, tmp_path: Path, kind: type
         assert all(not torch.equal(value, saved[name]) for name, value in weights(worker).items())
         worker.load(tmp_path / "saved")
         assert all(torch.equal(value, saved[name]) for name, value in weights(worker).items())
+    finally:
+        worker.close()
+
+
+def test_shards_come_back_when_what_needed_whole_sizes_fails(model_folder: Path) -> None:
+    worker = PolicyWorker(small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=1)
+    try:
+        module = worker.model.module
+        before = dict(module.named_parameters())
+
+        def fail() -> None:
+            assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+            raise KeyError("no such layer")
+
+        with pytest.raises(KeyError, match="no such layer"), whole_parameters(module, without_memory):
+            fail()
+        assert all(parameter is before[name] for name, parameter in module.named_parameters())
     finally:
         worker.close()
