@@ -5,7 +5,7 @@
 # scripts/quickstart.sh makes model and data first. The engine gets 32 places, so that it takes about as long as the trainer and
 # something runs when new weights come. fully_async/partial/partial_ratio is the share of responses that go on with them, and
 # every token knows the version that sampled it. Measured in 24 steps on a machine with a load of 12: accuracy .25 to .68, 7 % of
-# the responses of two versions, tokens .7 steps old, steps of 4.5 s of which publications took .17 s (upper bounds).
+# the responses of two versions, tokens .7 steps old, steps of 4.5 s, publications .17 s of them (upper bounds).
 set -euo pipefail
 
 export CORRECTION=${CORRECTION:-decoupled_token_is} RUN_DIR=${RUN_DIR:-${RUN_ROOT:-runs/quickstart}/rl_async_partial}

@@ -11,7 +11,7 @@
 #   python scripts/make_tiny_model.py --output_dir runs/tools/base_model
 #   python -m verl_rc.main_sft model.path=runs/tools/base_model data.train_files=runs/tools/data/sft_train.parquet \
 #       data.val_files=runs/tools/data/sft_val.parquet trainer.output_dir=runs/tools/sft_model trainer.stop_at_accuracy=0.6
-# Further arguments are passed on. WITHOUT_TOOL=1 trains the same model on the same problems with nobody to answer its calls.
+# Further arguments are passed on. WITHOUT_TOOL=1 trains the same model on the same problems without an answer to its calls.
 set -euo pipefail
 
 root=${RUN_ROOT:-runs/tools}

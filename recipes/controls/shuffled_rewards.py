@@ -1,7 +1,7 @@
 """A control: every response gets the score of some other, earlier response, so that scores say nothing about responses.
 
 bash recipes/quickstart_digits_cpu.sh reward.custom_reward_function.path=recipes/controls/shuffled_rewards.py
-Validation uses the true score. Whatever accuracy a run gains with these rewards, it did not gain from the reward.
+Validation uses the true score. Accuracy that a run gains with these rewards does not come from the reward.
 """
 
 import random

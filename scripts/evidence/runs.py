@@ -25,7 +25,7 @@ CURVES = (
 )
 """What is kept of a run."""
 _INTERRUPTED = (130, 143)
-"""What the trainer returns when somebody ends it: no result of the arm."""
+"""What the trainer returns when it is interrupted: no result of the arm."""
 Start = Callable[[Sequence[str]], int]
 """Runs the trainer with overrides and returns its exit status."""
 

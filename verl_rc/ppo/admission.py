@@ -2,8 +2,8 @@
 
     may be admitted:  numbers < (published + M (1 + k)) B + replaced
 
-A group is a prompt with its samples; its number is its place in the order of admission over the whole life of a run. Whatever the
-engines do, a group that is trained in the order of admission is then at most ⌈M (1 + k)⌉ − 1 steps old.
+A group is a prompt with its samples; its number is its place in the order of admission over the whole life of a run. However
+engines work, a group that is trained in the order of admission is then at most ⌈M (1 + k)⌉ − 1 steps old.
 """
 
 import math
