@@ -240,6 +240,24 @@ def test_when_samples_come_and_with_which_others_changes_no_bit(model: Any, send
         assert torch.equal(getattr(whole, field), getattr(apart, field)), field
 
 
+def test_validation_beside_samples_equals_validation_alone(model: Any, sender: WeightSender, engine: OtherProcess) -> None:
+    """T22: to the bit, and the samples end as they would have without it."""
+    change(model, seed=12)
+    publish(sender, engine, 12)
+    wanted, questions = samples(32), [GenerationRequest(PROMPT[: 8 + place], seed=0) for place in range(6)]
+    undisturbed = engine.call("generate", [sample.request for sample in wanted], wanted[0].options)
+    alone: Completions = engine.call("generate", questions, GREEDY)
+    engine.call("submit", wanted)
+    beside: Completions = engine.call("generate", questions, GREEDY)
+    early, _, _ = engine.call("collect", 0, 0.0)
+    assert len(early) < 32, "the samples ended before the validation did: it was not beside them"
+    ended = collect(engine, 32 - len(early))
+    for field in ("responses", "response_lengths", "rollout_log_probs", "policy_versions", "finished"):
+        assert torch.equal(getattr(alone, field), getattr(beside, field)), field
+        for number, row in ended.items():
+            assert torch.equal(getattr(row, field)[0], getattr(undisturbed, field)[number]), (number, field)
+
+
 def test_an_update_under_load_cuts_nothing_off_and_every_response_has_one_version(
     model: Any, sender: WeightSender, engine: OtherProcess
 ) -> None:
