@@ -40,22 +40,25 @@ KILLS = (  # function, number of the call, when, and the steps that this life co
     (f"{STAGES}:evaluate", 2, "0.02", 1),
     (f"{RECORD}:StepRecord.log", 1, "before", 0),
 )
-LOSSES_BEFORE_AN_UPDATE = (
-    (f"{SUPPLY}.take", 1, "0.02"),
-    (f"{STAGES}:evaluate", 2, "before"),
-    (f"{SUPPLY}.take", 3, "before"),
-    (f"{SUPPLY}.admit", 5, "after"),
-    (f"{STAGES}:evaluate", 5, "0.01"),
+NOTICED_AT_ONCE = ((f"{SUPPLY}.take", 1, "0.02"),)
+"""The trainer waits for samples and still holds the weights that the engine had: they are sampled again by these."""
+AT_ANY_TIME = (
+    (
+        (f"{SUPPLY}.take", 1, "0.02"),
+        (f"{STAGES}:evaluate", 2, "before"),
+        (f"{SUPPLY}.take", 3, "before"),
+        (f"{SUPPLY}.admit", 5, "after"),
+        (f"{STAGES}:evaluate", 5, "0.01"),
+    ),
+    (
+        (f"{STAGES}:update_actor", 1, "0.02"),
+        (f"{WEIGHTS}:publish", 3, "0.005"),
+        (f"{SUPPLY}.publish", 3, "before"),
+        (f"{TRAIN}:validate", 4, "0.01"),
+        (f"{CHECKPOINTS}:write", 5, "before"),
+    ),
 )
-"""The trainer still holds the weights that the engine had: its samples are sampled again by them."""
-LOSSES_AT_ANY_TIME = (
-    (f"{STAGES}:update_actor", 1, "0.02"),
-    (f"{WEIGHTS}:publish", 3, "0.005"),
-    (f"{SUPPLY}.publish", 3, "before"),
-    (f"{TRAIN}:validate", 4, "0.01"),
-    (f"{CHECKPOINTS}:write", 5, "before"),
-)
-"""What was under way may go on by newer weights."""
+"""The loss may be noticed after an update; what was under way then goes on by the newer weights."""
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -98,18 +101,23 @@ def test_the_last_life_ends_as_the_run_that_never_died(mode: str, of_mode: list[
     assert len(set(prompts)) == len(prompts) == 4 * STEPS
 
 
-def test_an_engine_lost_before_an_update_changes_nothing(mode: str, of_mode: list[str], whole: Path, folder: Path) -> None:
+def test_an_engine_lost_while_the_trainer_waits_changes_nothing(
+    mode: str, of_mode: list[str], whole: Path, folder: Path
+) -> None:
     there = folder / f"{mode}_engines"
-    lose_engines([*of_mode, *of_folder(there)], LOSSES_BEFORE_AN_UPDATE)
+    lose_engines([*of_mode, *of_folder(there)], NOTICED_AT_ONCE)
     assert differences(whole, there, STEPS) == []
 
 
-def test_an_engine_lost_at_any_time_costs_no_sample(mode: str, of_mode: list[str], folder: Path) -> None:
-    there = folder / f"{mode}_engines_any"
-    lose_engines([*of_mode, *of_folder(there)], LOSSES_AT_ANY_TIME)
+@pytest.mark.parametrize("losses", AT_ANY_TIME, ids=["before_updates", "after_updates"])
+def test_an_engine_lost_at_any_time_costs_no_sample(
+    mode: str, of_mode: list[str], folder: Path, losses: tuple[tuple[str, int, str], ...], request: pytest.FixtureRequest
+) -> None:
+    there = folder / f"{mode}_{request.node.callspec.id}"
+    lose_engines([*of_mode, *of_folder(there)], losses)
     assert len(set(prompts_in_order(there, STEPS))) == 4 * STEPS
     metrics = metrics_of(there)
-    assert sum(metrics[step]["recovery/engines_replaced"] for step in range(1, STEPS + 1)) >= len(LOSSES_AT_ANY_TIME) - 1
+    assert sum(metrics[step]["recovery/engines_replaced"] for step in range(1, STEPS + 1)) >= len(losses) - 1
     ages = [metrics[step]["training/off_policy/trajectory_staleness_worst/min"] for step in range(1, STEPS + 1)]
     assert min(ages) >= 0, "tokens of a version that was not published"
 
