@@ -248,7 +248,7 @@ def live(
         config=config,
         placement=SimpleNamespace(device="cpu", trainer_threads=1, engine_threads=1),
         folder=folder,
-        tokenizer=SimpleNamespace(pad_token_id=0, batch_decode=batch_decode),
+        tokenizer=SimpleNamespace(pad_token_id=0, all_special_ids=[0], batch_decode=batch_decode),
         stop_token_ids=(0,),
         prompts=prompts,
         validation_rows=[PromptRow(row, [3, row], [], "table", None, {}) for row in range(3)],

@@ -41,6 +41,26 @@ class AlertsConfig(StrictModel):
     """Steps that are averaged."""
 
 
+class TokenRecordsConfig(StrictModel):
+    """``trainer.token_records.*``: what was computed for each token of a few rows, as parquet files in the run's folder.
+
+    They hold prompts and responses, never leave the folder, and only the user can read them. ``verl-rc report`` shows them.
+    """
+
+    enable: bool = True
+    """Write records at steps 1 and 2, every ``freq`` steps, after each checkpoint, and when an alert was sent."""
+    rows_per_step: int = Field(16, ge=2)
+    """Rows of a record: half at random, half those whose log-probs differ most between trainer and engine."""
+    freq: int = Field(10, ge=1)
+    """Steps between records."""
+    full_freq: int = Field(0, ge=0)
+    """Steps between records of the whole batch, from which other corrections can be judged best; 0: never."""
+    max_megabytes: int = Field(200, ge=1)
+    """Size of all records, MiB; above it every second one is removed, those of alerts last."""
+    contents: Literal["full", "no_prompts", "numbers_only"] = "full"
+    """``no_prompts``: responses only; ``numbers_only``: no text at all, only the kind of each token and its numbers."""
+
+
 class TrainerConfig(StrictModel):
     """``trainer.*``."""
 
@@ -95,6 +115,8 @@ class TrainerConfig(StrictModel):
     """Time limit for a process to become ready."""
     alerts: AlertsConfig = AlertsConfig()
     """Actions when mismatch or reward go wrong."""
+    token_records: TokenRecordsConfig = TokenRecordsConfig()
+    """Records of single tokens."""
     report: Literal["at_end", "never"] = "at_end"
     """Whether a run writes ``report.html`` into its folder when it ends or fails; ``verl-rc report`` writes it later."""
     hang_timeout_seconds: float = Field(1800.0, gt=0)

@@ -13,6 +13,7 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.setup import open_run
 from verl_rc.driver.step_record import Pace, StepRecord
 from verl_rc.driver.supply import open_supply
+from verl_rc.driver.token_records import TokenRecorder
 from verl_rc.ppo.control import Control
 from verl_rc.ppo.guards import count_nonfinite_updates, count_skipped_updates
 from verl_rc.ppo.train_batch import build_train_batch
@@ -33,7 +34,7 @@ def main(config: RunConfig, ray_started: "Future[None]") -> None:
 def train(services: Services, state: RunState) -> None:
     """The training loop: one pass per step, one stage per line. What a line moves in ``state`` stands on its left."""
     trainer, algorithm, asynchrony = services.config.trainer, services.config.algorithm, services.config.async_training
-    supply, pace = open_supply(services, state), Pace()
+    supply, recorder, pace = open_supply(services, state), TokenRecorder(services, state.step), Pace()
     first = last = start(services, state)
     if trainer.val_only:
         return
@@ -63,6 +64,7 @@ def train(services: Services, state: RunState) -> None:
         supply.admit(record)
         stages.dump_rollouts(services, samples, step, record)
         state.health = stages.judge_health(services, state.health, record, step)
+        recorder.write(samples, evaluations, scored, control, record, step)
         state.step, state.prompts, state.supply = step, services.prompts.state_dict(), supply.close_step(record)
         checkpoints.write(services, state, record)
         pace = pace.observed(record.seconds, step, services.placement)

@@ -19,6 +19,7 @@ _STAGES = {
     "testing": "validation",
     "save_checkpoint": "writing a checkpoint (the part the loop waits for)",
     "dump_rollout_generations": "writing rollouts to disk",
+    "token_records": "writing what was computed for the tokens of some rows",
 }
 _BUSY = ("gen", "gen_max", "old_log_prob", "ref", "values", "update_critic", "update_actor")
 """Stages in which workers compute."""

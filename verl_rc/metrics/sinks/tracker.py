@@ -29,6 +29,8 @@ class Tracker:
         """``run_id``: the W&B run id, stored in checkpoints; None without W&B."""
         self._sinks = tuple(sinks)
         self.run_id = run_id
+        self.last_alert: int | None = None
+        """The step of the newest alert of this process."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the reduced metrics of one step."""
@@ -37,6 +39,7 @@ class Tracker:
 
     def alert(self, title: str, text: str, step: int) -> None:
         """Send an alert to the user."""
+        self.last_alert = step
         for sink in self._sinks:
             sink.alert(title, text, step)
 

@@ -162,6 +162,8 @@ def _phases_after_publication(config: RunConfig, sizes: BatchArithmetic) -> Iter
         yield Phase("admit", "driver")
     if trainer.rollout_data_dir is not None:
         yield Phase("dump_rollout_generations", "driver")
+    if trainer.token_records.enable:
+        yield Phase("token_records", "driver", every=_every(trainer.token_records.freq, "steps 1 and 2, after alerts"))
     if trainer.save_freq > 0:
         yield Phase("save_checkpoint", "actor and driver" if sizes.critic is None else "actor, critic and driver",
                     every=_every(trainer.save_freq, "the last"))  # fmt: skip

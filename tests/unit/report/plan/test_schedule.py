@@ -110,7 +110,7 @@ def test_every_stage_of_the_loop_is_planned_by_some_run() -> None:
     assert re.search(r'"timing_s/correction_statistics"', worker)
 
 
-MINIMAL = ["gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "sync_canary"]
+MINIMAL = ["gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "sync_canary", "token_records"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,7 @@ MINIMAL = ["gen", "reward", "old_log_prob", "adv", "update_actor", "update_weigh
         (KEPT, set(), set()),
         ({f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}, {"correction_statistics"}, set()),
         ({f"{TRAINER}.test_freq": 2}, {"testing"}, set()),
+        ({f"{TRAINER}.token_records.enable": False}, set(), {"token_records"}),
         ({f"{TRAINER}.save_freq": 2}, {"save_checkpoint"}, set()),
     ],
 )

@@ -1,0 +1,218 @@
+"""Token records of a run: at which steps, of which rows, and what they hold."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_rc.config.secrets import public_values
+from verl_rc.data.batches import PolicyEvaluations, unpadded
+from verl_rc.data.samples import Samples
+from verl_rc.data.token_record import FOLDER, PIECES, Array, TokenRecord, class_of, set_aside_later, thin_out, write_record
+from verl_rc.driver.services import Services
+from verl_rc.driver.step_record import StepRecord
+from verl_rc.ppo.control import Control
+from verl_rc.ppo.train_batch import ScoredStep
+from verl_rc.rollout.sampling import request_seed
+
+MOST_FILES = 512
+_KEPT = ("first", "checkpoint", "alert")
+"""Records that are the last to be removed when all of them take too much room."""
+_FIRST_STEPS = 2
+"""They tell how large the gap is before anything was learned."""
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """Rows of a batch, and how they were chosen."""
+
+    rows: list[int]
+    is_worst: list[bool]
+    inclusion: float
+    """Probability with which each of the others was taken."""
+
+    @classmethod
+    def some(cls, squares: Tensor, wanted: int, seed: int) -> "ChosenRows":
+        """Half at random, half those with the largest ``squares`` ``[B]`` of the rest; all where ``wanted`` is not below B."""
+        count = len(squares)
+        if wanted >= count:
+            return cls(list(range(count)), [False] * count, 1.0)
+        at_random = wanted - wanted // 2
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+        drawn = sorted(order[:at_random])
+        ranked = squares.nan_to_num(torch.inf).argsort(descending=True, stable=True).tolist()
+        worst = [row for row in ranked if row not in set(drawn)][: wanted - at_random]
+        return cls(drawn + worst, [False] * len(drawn) + [True] * len(worst), at_random / count)
+
+
+class TokenRecorder:
+    """Writes records into the run's folder; they are never sent anywhere."""
+
+    def __init__(self, services: Services, steps_done: int) -> None:
+        """Records after ``steps_done`` are of steps that this run does again, or of another run."""
+        self._services = services
+        self._settings = services.config.trainer.token_records
+        self._folder = services.folder / FOLDER
+        self._classes: dict[int, int] = {}
+        """Of the token ids whose pieces are written."""
+        set_aside_later(self._folder, steps_done)
+
+    def write(
+        self,
+        samples: Samples,
+        evaluations: PolicyEvaluations,
+        scored: ScoredStep,
+        control: Control,
+        record: StepRecord,
+        step: int,
+    ) -> None:
+        """Write the record of a step, if one is due."""
+        why = self._why(step)
+        if why is None:
+            return
+        with record.stage("token_records"):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_record(self._folder, self._record(samples, evaluations, scored, control, step, why))
+            thin_out(self._folder, self._settings.max_megabytes << 20, MOST_FILES, _KEPT)
+
+    def _why(self, step: int) -> str | None:
+        """Why a record of the step is written; None: none is."""
+        config, settings, last_alert = self._services.config, self._settings, self._services.tracker.last_alert
+        if not settings.enable:
+            return None
+        save_freq = config.async_training.rounded_to_publications(config.trainer.save_freq)
+        reasons = {
+            "full": settings.full_freq > 0 and step % settings.full_freq == 0,
+            "first": step <= _FIRST_STEPS,
+            "alert": last_alert is not None and step - last_alert in (0, 1),
+            "checkpoint": step > 1 and self._services.is_due(save_freq, step - 1),  # its weights are on the disk
+            "regular": step % settings.freq == 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def _record(
+        self,
+        samples: Samples,
+        evaluations: PolicyEvaluations,
+        scored: ScoredStep,
+        control: Control,
+        step: int,
+        why: str,
+    ) -> TokenRecord:
+        config, rollouts = self._services.config, samples.rollouts
+        in_actor = config.algorithm.rollout_correction.in_actor
+        squares = _squares(evaluations.old_log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        seed = request_seed({"seed": config.trainer.seed, "step": step, "token_records": 1})
+        wanted = len(samples) if why == "full" else self._settings.rows_per_step
+        chosen = ChosenRows.some(squares, wanted, seed)
+        lengths = rollouts.tokens.response_lengths[chosen.rows]
+        written = torch.arange(rollouts.response_mask.shape[1]) < lengths[:, None]
+
+        def tokens_of(values: Tensor) -> Array:
+            flat: Array = values[chosen.rows][written].numpy()
+            return flat
+
+        columns = dict(_token_columns(samples, evaluations, scored, in_actor))
+        tokens = {name: tokens_of(values) for name, values in columns.items()}
+        ids = tokens_of(rollouts.tokens.responses)
+        prompts = [np.asarray(prompt) for prompt in _prompts(samples, chosen.rows)]
+        contents = self._settings.contents
+        tokens["token_class"] = self._token_classes(ids, prompts if contents == "full" else [], contents != "numbers_only", step)
+        if contents != "numbers_only":
+            tokens["response_ids"] = ids
+        return TokenRecord(
+            {**self._facts(control), "step": step, "why": why, "current_version": step - 1, **_of_the_batch(samples)},
+            _row_columns(samples, chosen),
+            lengths.numpy(),
+            tokens,
+            prompts if contents == "full" else None,
+        )
+
+    def _facts(self, control: Control) -> dict[str, Any]:
+        """What is the same for all rows of the step."""
+        config, public = self._services.config, public_values(self._services.config)
+        rollout = config.actor_rollout_ref.rollout
+        return {
+            "sampling": {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k")},
+            "engine": {name: getattr(rollout, name) for name in ("dtype", "quantization", "kv_cache_dtype")},
+            "correction": control.correction(config.algorithm.rollout_correction).model_dump(mode="json"),
+            "contents": self._settings.contents,
+            "config_hash": hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()[:16],
+        }
+
+    def _token_classes(self, ids: Array, prompts: Sequence[Array], keeps_text: bool, step: int) -> Array:
+        """The class of each id; the text of ids that come for the first time is written beside the records."""
+        distinct, places = np.unique(ids, return_inverse=True)
+        seen = {int(token) for token in np.unique(np.concatenate([distinct, *prompts]))}
+        if new := sorted(seen - self._classes.keys()):
+            texts = self._services.tokenizer.batch_decode([[token] for token in new], skip_special_tokens=False)
+            special = set(self._services.tokenizer.all_special_ids)
+            classes = [class_of(text, token in special) for token, text in zip(new, texts, strict=True)]
+            self._classes |= dict(zip(new, classes, strict=True))
+            if keeps_text:
+                self._append_pieces(list(zip(new, texts, classes, strict=True)), step)
+        return np.array([self._classes[int(token)] for token in distinct], "int8")[places.reshape(-1)]
+
+    def _append_pieces(self, pieces: Sequence[tuple[int, str, int]], step: int) -> None:
+        path = self._folder / PIECES
+        path.touch(mode=0o600)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "pieces": pieces}) + "\n")
+
+
+def _squares(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    """float64 ``[B]``: sum of the squared log-ratios of each row; infinite where one is not finite."""
+    difference = torch.where(mask, train.double() - rollout.double(), 0.0)
+    return torch.where(difference.isfinite(), difference.square(), torch.inf).sum(dim=-1)
+
+
+def _token_columns(
+    samples: Samples, evaluations: PolicyEvaluations, scored: ScoredStep, in_actor: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors ``[B, R]`` by column. Where the actor corrects, the proximal log-probs are those of the engine and no news."""
+    rollouts, batch = samples.rollouts, scored.batch
+    yield "response_mask", rollouts.response_mask
+    yield "rollout_log_prob", rollouts.rollout_log_probs
+    yield "advantage", batch.advantages
+    yield "version", rollouts.policy_versions
+    if not in_actor:
+        yield "old_log_prob", evaluations.old_log_probs
+        yield "kept", batch.loss_mask | ~batch.response_mask
+        if batch.rollout_is_weights is not None:
+            yield "weight", batch.rollout_is_weights
+    if evaluations.sum_pi_squared is not None:
+        excess = 1.0 - 2.0 * evaluations.old_log_probs.double().exp() + evaluations.sum_pi_squared.double()
+        yield "noise_scale", excess.clamp_min(0.0).sqrt()
+    optional = {
+        "entropy": evaluations.entropies,
+        "ref_log_prob": evaluations.ref_log_prob,
+        "value": evaluations.critic_values,
+    }
+    yield from ((name, values) for name, values in optional.items() if values is not None)
+
+
+def _row_columns(samples: Samples, chosen: ChosenRows) -> dict[str, Array]:
+    rows, prompts = chosen.rows, samples.rows
+    return {
+        "row": np.array(rows),
+        "group": samples.rollouts.group_ids[rows].numpy(),
+        "source": np.array([str(prompts[row].data_source) for row in rows], dtype=object),
+        "chosen_by": np.array(["worst" if worst else "random" for worst in chosen.is_worst], dtype=object),
+        "inclusion": np.array([0.0 if worst else chosen.inclusion for worst in chosen.is_worst]),
+        "score": samples.scores[rows].numpy(),
+        "finished": samples.rollouts.finished[rows].numpy(),
+    }
+
+
+def _prompts(samples: Samples, rows: Sequence[int]) -> list[list[int]]:
+    tokens = samples.rollouts.tokens
+    return [row[::-1] for row in unpadded(tokens.prompts[rows].flip(-1), tokens.prompt_lengths[rows])]
+
+
+def _of_the_batch(samples: Samples) -> dict[str, int]:
+    return {"rows_of_batch": len(samples), "tokens_of_batch": samples.num_tokens}
