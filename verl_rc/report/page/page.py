@@ -1,4 +1,4 @@
-"""The whole page as text. Data stand in one block of JSON; nothing is fetched, and the policy allows the two scripts only."""
+"""The whole page as text. Data stand in one block of JSON; nothing is fetched, and the policy allows its own scripts only."""
 
 import base64
 import hashlib
@@ -26,10 +26,11 @@ from verl_rc.report.page.tables import (
     verdict_panel,
 )
 from verl_rc.report.page.text import escaped, section
+from verl_rc.report.page.tokens import MOST_TOKENS, tokens_panel
 from verl_rc.report.run_folder import RunData
 from verl_rc.report.verdict import Verdict
 
-_SCRIPTS = ("uPlot.iife.min.js", "report.js")
+_SCRIPTS = ("uPlot.iife.min.js", "report.js", "tokens.js")
 _STYLES = ("uPlot.min.css", "report.css")
 _MIB = 1 << 20
 
@@ -50,10 +51,18 @@ class _Detail:
 
     points: int = MOST_POINTS
     samples: int = MOST_SAMPLES
+    tokens: int = MOST_TOKENS
     metrics: bool = True
+    with_text: bool = True
 
 
-_LESS = (_Detail(), _Detail(samples=10), _Detail(samples=0), _Detail(300, 0), _Detail(100, 0, metrics=False))
+_LESS = (
+    _Detail(),
+    _Detail(samples=10, tokens=30_000),
+    _Detail(samples=0, tokens=10_000),
+    _Detail(300, 0, 0),
+    _Detail(100, 0, 0, metrics=False),
+)
 
 
 def build_page(runs: Sequence[RunData], verdicts: Sequence[Verdict], options: PageOptions = PageOptions()) -> str:
@@ -61,7 +70,7 @@ def build_page(runs: Sequence[RunData], verdicts: Sequence[Verdict], options: Pa
     page = ""
     for number, detail in enumerate(_LESS):
         if not options.with_text:
-            detail = replace(detail, samples=0)
+            detail = replace(detail, samples=0, with_text=False)
         left_out = [] if number == 0 else [f"To fit {options.max_megabytes:g} MB the page leaves out {_missing(detail)}."]
         page = _build(runs, verdicts, detail, left_out)
         if len(page.encode("utf-8", "replace")) <= options.max_megabytes * _MIB:
@@ -71,6 +80,8 @@ def build_page(runs: Sequence[RunData], verdicts: Sequence[Verdict], options: Pa
 
 def _missing(detail: _Detail) -> str:
     parts = ["samples" if detail.samples == 0 else f"all but {detail.samples} samples"]
+    if detail.tokens < MOST_TOKENS:
+        parts.append(f"all but {detail.tokens:,} tokens of recorded rows" if detail.tokens else "rows of tokens")
     if detail.points < MOST_POINTS:
         parts.append(f"points of curves beyond {detail.points}")
     if not detail.metrics:
@@ -117,6 +128,9 @@ def _panels(
     panels.append(("alerts", "Alerts", _each(runs, [alerts_panel(run) for run in runs])))
     shows_text = detail.samples > 0 and not several and bool(runs[0].samples)
     if not several:
+        content, data.tokens = tokens_panel(runs[0], detail.with_text, detail.tokens)
+        shows_text = shows_text or bool(detail.with_text and runs[0].tokens and runs[0].tokens.pieces)
+        panels.append(("tokens", "Tokens", content))
         text = samples_panel(runs[0], detail.samples) if detail.samples > 0 else "<p>Samples are left out of this page.</p>"
         panels.append(("samples", "Samples", text))
         panels.append(("configuration", "Configuration", configuration_panel(runs[0])))
@@ -141,6 +155,7 @@ class _PageData:
         self._steps: dict[str, int] = {}
         self._charts: list[dict[str, Any]] = []
         self._heat: dict[str, Any] | None = None
+        self.tokens: dict[str, Any] | None = None
 
     def figure(self, chart: Chart) -> str:
         """Take a chart's numbers; returns its place on the page."""
@@ -175,7 +190,8 @@ class _PageData:
     def as_json(self, runs: Sequence[RunData]) -> dict[str, Any]:
         """Everything for the script."""
         alerts = [[alert.step, alert.title] for run in runs for alert in run.alerts[-1_000:]]
-        return {"steps": list(self._steps), "charts": self._charts, "alerts": alerts, "heat": self._heat}
+        numbers = {"steps": list(self._steps), "charts": self._charts, "heat": self._heat}
+        return {**numbers, "alerts": alerts, "tokens": self.tokens}
 
     def _line(self, label: str, curve: Curve) -> dict[str, Any]:
         steps = packed(curve.x)  # the same steps stand in the page once

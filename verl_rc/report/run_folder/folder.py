@@ -13,6 +13,7 @@ from verl_rc.report.run_folder.foreign import read_foreign
 from verl_rc.report.run_folder.histograms import read_heat_map
 from verl_rc.report.run_folder.lines import numbers_of, parse_line, read_records, reading_notes
 from verl_rc.report.run_folder.records import LARGEST_STEP, OWN_RUN, Alert, Columns, Ending, RunData, SavedSample
+from verl_rc.report.run_folder.tokens import read_tokens
 
 ENDING = "ending.json"
 """Written by a run when it ends: ``{"status": exit code, "reason": text}``."""
@@ -80,6 +81,7 @@ def _read_folder(folder: Path) -> RunData:
     ]
     run.samples = _samples(folder, run.notes)
     run.heat_map = read_heat_map(read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes)
+    run.tokens = read_tokens(folder, run.notes)
     run.ending = _ending(folder / ENDING)
     if (folder / _METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append("The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here.")
@@ -161,6 +163,7 @@ def _cut(run: RunData, first: int, last: int) -> RunData:
         _finite={},
         alerts=[alert for alert in run.alerts if alert.step in wanted],
         samples=[sample for sample in run.samples if sample.step in wanted],
+        tokens=None if run.tokens is None else read_tokens(run.path, [], first, last),
     )
     cut_run.notes = [*run.notes, f"Only steps {first} to {min(last, run.steps[-1] if run.steps else last)} are shown."]
     return cut_run

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_rc.report.run_folder.token_data import TokenData
+
 LARGEST_STEP = 2**24
 """Steps above it are no steps of a run, and no whole numbers in float32, in which the page keeps them."""
 
@@ -143,6 +145,8 @@ class RunData:
     alerts: Sequence[Alert] = ()
     samples: Sequence[SavedSample] = ()
     heat_map: HeatMap | None = None
+    tokens: TokenData | None = None
+    """Token records; None without any."""
     plan: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration by dotted key, secrets masked; empty where none is known."""

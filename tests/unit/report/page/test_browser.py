@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import browser as headless
+import numpy as np
 import pytest
 from browser import Browser, open_browser
 from planted_series import healthy, wave, write_run
+from recorded_tokens import PIECES_OF_DIGITS, token_record, write_tokens
 
 from verl_rc.cli import main
 from verl_rc.correction.histogram import HISTOGRAM_EDGES
@@ -39,6 +41,12 @@ def run_folder(folder: Path) -> Path:
         sink.log_histogram("rollout_corr/log_ratio", HISTOGRAM_EDGES, counts, step)
     sink.alert(HOSTILE, HOSTILE, 30)
     sink.close()
+    long = [-0.2] * 4_000
+    records = [
+        token_record(2, gap=0.3, source=np.array([HOSTILE] * 3, dtype=object), kept=[False, *[True] * 8]),
+        token_record(60, (4_000,), rollout_log_prob=long, old_log_prob=[*long[:-1], 2.8], why=HOSTILE),
+    ]
+    write_tokens(folder, records, {**PIECES_OF_DIGITS, 2: HOSTILE, 3: "\u202eabc", 4: "x" * 100_000})
     return folder
 
 
@@ -151,6 +159,48 @@ def test_the_heat_map_says_what_a_cell_holds(page):
     # The middle row lies between -1e-4 and 1e-4, and holds about the 900 tokens of every step.
     count = float(words.rpartition("about ")[2].split()[0])
     assert count == pytest.approx(900, rel=0.05)
+
+
+def test_the_viewer_shows_tokens_and_what_happened_to_them(page):
+    page.run("document.querySelectorAll('#token-view select')[2].value = '2'")
+    page.run("document.querySelectorAll('#token-view select')[2].dispatchEvent(new Event('change'))")
+    rows = "document.querySelectorAll('#token-view tbody tr')"
+    assert page.run(f"return {rows}.length") == 3
+    page.run(f"[...{rows}].find((row) => row.cells[2].textContent === '0').querySelector('button').click()")
+    tokens = page.run("return [...document.querySelectorAll('.token-text .token')].map((span) => span.textContent)")
+    assert tokens == ["0", HOSTILE, "\u202eabc", "x" * 200]
+    assert page.run("return document.querySelectorAll('.token-text .rejected').length") == 1
+    assert "hacked" not in page.run("return document.title")
+    assert page.run("return document.querySelectorAll('#token-view img, #token-view script').length") == 0
+    page.run("document.querySelector('.token-text').focus()")
+    key = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0], bubbles: true}))"
+    page.run(key, "Home")
+    words = page.run("return document.querySelector('#token-view .readout').textContent")
+    assert words.startswith("token 0 “0” (id 1), digits, log-prob of the engine -0.1, of the trainer 0.2, log-ratio 0.3")
+    assert "rejected" in words
+    page.run(key, "ArrowRight")
+    assert "log-ratio -0.3" in page.run("return document.querySelector('#token-view .readout').textContent")
+
+
+def test_colours_tell_which_way_a_token_differs(page):
+    choose = "const s = document.querySelector('#token-view select'); s.value = arguments[0]; "
+    choose += "s.dispatchEvent(new Event('change'))"
+    colours = "return [...document.querySelectorAll('.token-text .token')].slice(-2).map((span) => span.style.backgroundColor)"
+    page.run("tokenView.state.row; document.querySelectorAll('#token-view .controls button')[1].click()")
+    page.run("document.querySelectorAll('#token-view .controls button')[1].click()")
+    shades = page.run(colours)
+    assert shades[0] == ""
+    assert shades[1].startswith("rgba(230, 120, 0")
+    for name in ("weight", "what happened", "advantage", "entropy", "age", "probability", "log-ratio over expected noise"):
+        page.run(choose, name)
+    assert page.console() == []
+
+
+def test_long_rows_are_shown_in_parts(page):
+    assert page.run("return document.querySelectorAll('.token-text .token').length") == 1_500
+    page.run("document.querySelectorAll('#token-view .controls button')[1].click()")
+    assert page.run("return document.querySelector('.token-text .token').dataset.token") == "1500"
+    assert page.run("return document.querySelector('.strip').width") == 4_000
 
 
 @pytest.mark.parametrize("width", [360, 1600])

@@ -83,13 +83,13 @@ def hostile_run():
 def test_nothing_of_a_run_is_markup():
     usual, hostile = Elements(page_of(planted({}))), Elements(page_of(hostile_run()))
     for elements in (usual, hostile):
-        assert elements.tags.count("script") == 3
+        assert elements.tags.count("script") == 4
         assert elements.handlers == []
         assert elements.addresses == []
         assert not {"img", "iframe", "object", "embed", "link", "base", "form"} & set(elements.tags)
 
 
-def test_the_policy_is_first_and_allows_the_two_scripts_only():
+def test_the_policy_is_first_and_allows_its_own_scripts_only():
     page = page_of(hostile_run())
     policy = re.search(r'<head><meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -98,7 +98,7 @@ def test_the_policy_is_first_and_allows_the_two_scripts_only():
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     assert re.findall(r"'sha256-([^']*)'", policy) == digests
-    assert len(digests) == 2
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize("text", HOSTILE[:7])
@@ -128,12 +128,13 @@ def test_what_is_not_ours_is_what_was_published():
     assert vendored["version"] in (ASSETS / "uPlot.iife.min.js").read_text()[:100]
     for name, digest in vendored["sha256"].items():
         assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() == digest, name
-    ours = {"report.js", "report.css", "vendored.json"}
+    ours = {"report.js", "tokens.js", "report.css", "vendored.json"}
     assert {path.name for path in ASSETS.iterdir()} == ours | vendored["sha256"].keys()
 
 
-def test_our_script_is_small_and_plain():
-    script = (ASSETS / "report.js").read_text()
+@pytest.mark.parametrize("name", ["report.js", "tokens.js"])
+def test_our_scripts_are_small_and_plain(name):
+    script = (ASSETS / name).read_text()
     assert len(script.splitlines()) <= 900
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|fetch\(|XMLHttp", script)
 

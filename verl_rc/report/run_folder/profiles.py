@@ -1,0 +1,200 @@
+"""Which tokens the gap belongs to: its size by position, length, age, probability, kind, turn and data source of the tokens.
+
+Sums over rows that were drawn at random; bands are bootstrapped over rows, for tokens of one row are not independent.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl_rc.data.token_record import TOKEN_CLASSES, Array, TokenRecord
+
+_POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
+_LENGTHS = (0, 16, 64, 256, 1024, 4096, 16384)
+_AGES = (0, 1, 2, 3, 5, 9)
+_PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99)
+_TURNS = (1, 2, 3, 4)
+_MOST_SOURCES = 8
+_DRAWS = 200
+_MOST_BLOCKS = 1_000
+"""Rows are joined to so many blocks before they are drawn, whatever their number."""
+_BAND = (5.0, 95.0)
+_FLOOR_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The tokens of one bucket."""
+
+    label: str
+    tokens: int
+    size: float
+    """Logit noise ``sqrt(sum of l^2 / sum of g)``, nats; without g the root mean square of l."""
+    low: float
+    high: float
+    """A band of 90 % over rows."""
+    share_of_tokens: float
+    share_of_gap: float
+    """Of the sum of squared log-ratios."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The gap by one property of tokens."""
+
+    title: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """All of them, and what they are of."""
+
+    profiles: tuple[Profile, ...]
+    rows: int
+    tokens: int
+    has_noise: bool
+    """Whether sizes are logit noise, which is alike for likely and for rare tokens."""
+    floor: float | None
+    """Size in the records of the first two steps."""
+
+
+class ProfileSums:
+    """Sums of every row by bucket, collected record by record."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Array]] = {}
+        self._sources: list[str] = []
+        self._has_noise = True
+        self._floor = np.zeros(3)
+        self._rows = 0
+
+    def add(self, record: TokenRecord) -> None:
+        """Take in the random rows of a record that has log-probs of both sides."""
+        logs = record.log_ratio()
+        drawn = record.rows["chosen_by"] == "random"
+        if logs is None or not drawn.any():
+            return
+        of_row = np.repeat(np.arange(len(drawn)), record.lengths)
+        counted = drawn[of_row] & record.tokens["response_mask"] & np.isfinite(logs)
+        noise = record.tokens.get("noise_scale")
+        self._has_noise = self._has_noise and noise is not None
+        squares = np.where(counted, np.square(np.where(counted, logs, 0.0)), 0.0)
+        gradients = np.ones_like(squares) if noise is None else np.square(np.nan_to_num(noise).astype("float64"))
+        values = np.stack([squares, np.where(counted, gradients, 0.0), counted.astype("float64")])
+        place = np.cumsum(drawn) - 1
+        for name, (buckets, of_token) in self._buckets(record, of_row).items():
+            key = (place[of_row] * buckets + of_token)[counted]
+            size = int(drawn.sum()) * buckets
+            sums = np.stack([np.bincount(key, part[counted], size) for part in values])
+            self._sums.setdefault(name, []).append(sums.reshape(3, -1, buckets))
+        if record.step <= _FLOOR_STEPS:
+            self._floor += values.sum(axis=1)
+        self._rows += int(drawn.sum())
+
+    def _buckets(self, record: TokenRecord, of_row: Array) -> Mapping[str, tuple[int, Array]]:
+        """Number of buckets, and the bucket of every token, by property."""
+        tokens, mask = record.tokens, record.tokens["response_mask"]
+        positions = np.arange(len(of_row)) - record.starts[of_row]
+        starts_turn = mask & ~np.concatenate([[False], mask[:-1]])
+        starts_turn |= mask & (positions == 0)
+        turns = np.cumsum(starts_turn)
+        before = (turns - starts_turn)[np.minimum(record.starts, max(len(turns) - 1, 0))] if len(turns) else turns
+        ages = int(record.facts.get("current_version", record.step - 1)) - tokens["version"] if "version" in tokens else None
+        found = {
+            "position": _digitize(positions, _POSITIONS),
+            "length": _digitize(record.lengths[of_row], _LENGTHS),
+            "probability": _digitize(np.exp(np.nan_to_num(tokens["old_log_prob"], neginf=-100.0)), _PROBABILITIES),
+            "class": (len(TOKEN_CLASSES), np.clip(tokens["token_class"].astype("int64"), 0, len(TOKEN_CLASSES) - 1)),
+            "turn": _digitize(turns - before[of_row] if len(turns) else turns, _TURNS),
+            "source": (_MOST_SOURCES, self._source_numbers(record)[of_row]),
+        }
+        if ages is not None:
+            found["age"] = _digitize(ages, _AGES)
+        return found
+
+    def _source_numbers(self, record: TokenRecord) -> Array:
+        """The number of each row's data source, the last one for all that come later."""
+        for name in dict.fromkeys(map(str, record.rows["source"])):
+            if name not in self._sources and len(self._sources) < _MOST_SOURCES:
+                self._sources.append(name)
+        known = {name: number for number, name in enumerate(self._sources)}
+        return np.array([known.get(str(name), _MOST_SOURCES - 1) for name in record.rows["source"]], dtype="int64")
+
+    def profiles(self) -> Profiles | None:
+        """What was collected; None without any row."""
+        if not self._rows:
+            return None
+        labels = {
+            "position": ("Position in the response", _labels(_POSITIONS)),
+            "length": ("Length of the response", _labels(_LENGTHS)),
+            "age": ("Age: updates since the weights that sampled it", _labels(_AGES)),
+            "probability": ("Probability under the trainer", _labels(_PROBABILITIES, whole=False)),
+            "class": ("Kind of token", TOKEN_CLASSES),
+            "turn": ("Turn of the conversation", _labels(_TURNS)),
+            "source": ("Data source", self._sources),
+        }
+        made = [self._profile(title, names, self._sums[name]) for name, (title, names) in labels.items() if name in self._sums]
+        tokens = int(sum(part[2].sum() for part in self._sums["position"]))
+        floor = None if not self._floor[1] else float(np.sqrt(self._floor[0] / self._floor[1 if self._has_noise else 2]))
+        return Profiles(tuple(made), self._rows, tokens, self._has_noise, floor)
+
+    def _profile(self, title: str, labels: Sequence[str], parts: Sequence[Array]) -> Profile:
+        sums = np.concatenate(parts, axis=1)  # [3, rows, buckets]
+        squares, below, tokens = sums[0], sums[1 if self._has_noise else 2], sums[2].sum(axis=0)
+        size = _root(squares.sum(axis=0), below.sum(axis=0))
+        draws = _root(*(_drawn(part) for part in (squares, below)))
+        with np.errstate(invalid="ignore"):
+            low, high = np.nanpercentile(np.where(np.isfinite(draws), draws, 0.0), _BAND, axis=0)
+        whole = max(float(squares.sum()), 1e-300)
+        bars = (
+            Bar(
+                label,
+                int(tokens[i]),
+                float(size[i]),
+                float(low[i]),
+                float(high[i]),
+                float(tokens[i] / tokens.sum()),
+                float(squares[:, i].sum() / whole),
+            )
+            for i, label in enumerate(labels)
+            if tokens[i] and np.isfinite(size[i])
+        )
+        return Profile(title, tuple(bars))
+
+
+def _root(squares: Array, below: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        size: Array = np.sqrt(squares / below)
+    return size
+
+
+def _drawn(rows: Array) -> Array:
+    """``[draws, buckets]``: sums over rows that are drawn again, from ``[rows, buckets]``; the same draws for equal rows."""
+    count = min(len(rows), _MOST_BLOCKS)
+    blocks = np.zeros((count, rows.shape[1]))
+    np.add.at(blocks, np.arange(len(rows)) % count, rows)
+    weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=_DRAWS)
+    drawn: Array = weights.astype("float64") @ blocks
+    return drawn
+
+
+def _digitize(values: Array, edges: Sequence[float]) -> tuple[int, Array]:
+    return len(edges), np.clip(np.searchsorted(np.array(edges, dtype="float64"), values, side="right") - 1, 0, None)
+
+
+def _labels(edges: Sequence[float], whole: bool = True) -> list[str]:
+    return list(_label_parts(edges, whole))
+
+
+def _label_parts(edges: Sequence[float], whole: bool) -> Iterator[str]:
+    ends: list[Any] = [*edges[1:], None]
+    for low, high in zip(edges, ends, strict=True):
+        if high is None:
+            yield f"{low:g} and more"
+        elif whole:
+            yield f"{low:g}" if high == low + 1 else f"{low:g} to {high - 1:g}"
+        else:
+            yield f"{low:g} to {high:g}"
