@@ -16,6 +16,7 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics import health
 from verl_rc.metrics.health import HealthHistory
+from verl_rc.metrics.sinks import AlertCause
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, recomputes_proximal, reference_limit
 from verl_rc.ppo.control import Control
@@ -133,11 +134,12 @@ def record_correction(services: Services, statistics: CorrectionStatistics, cont
 def judge_causes(services: Services, history: HealthHistory, record: StepRecord, step: int) -> HealthHistory:
     """Say which cause of the gap the step's signatures name, and when it has ended; returns the history with this step."""
     temperature = services.config.actor_rollout_ref.rollout.temperature
-    texts, further, causes = cause.judge_causes(record.values, step, history.causes, temperature)
+    told, further, causes = cause.judge_causes(record.values, step, history.causes, temperature)
     record.add(further)
-    for name, text in texts.items():
-        if text:
-            services.tracker.alert(f"gap: {name}", text, step)
+    for name, said in told.items():
+        if said.text:
+            about = AlertCause(name, said.since_step, said.evidence)
+            services.tracker.alert(f"gap: {name}", said.text, step, about)
     return replace(history, causes=causes)
 
 

@@ -16,6 +16,7 @@ from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
 from verl_rc.driver.stages import judge_causes, judge_health
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.health import HealthHistory
+from verl_rc.metrics.sinks import AlertCause
 from verl_rc.ppo.guards import RewardHistory
 from verl_rc.ppo.train_batch import ScoredStep
 
@@ -27,7 +28,8 @@ class Tracker:
         self.alerts: list[tuple[str, int]] = []
         self.texts: list[str] = []
 
-    def alert(self, title: str, text: str, step: int) -> None:
+    def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
+        assert (cause is not None) == title.startswith("gap: ")
         self.alerts.append((title, step))
         self.texts.append(text)
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -15,6 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Cell = str | int | float | bool | None
 """One cell of a table."""
+
+
+@dataclass(frozen=True)
+class AlertCause:
+    """What an alert is about, where a cause is known."""
+
+    name: str
+    since_step: int
+    evidence: Mapping[str, float]
+    """Medians of the metrics that name it, without their prefix."""
 
 
 class MetricSink(Protocol):
@@ -32,7 +43,7 @@ class MetricSink(Protocol):
         """Take a histogram: ``counts[i]`` values lie between ``edges[i]`` and ``edges[i + 1]``."""
         ...
 
-    def alert(self, title: str, text: str, step: int) -> None:
+    def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
         """Send an alert to the user; ``text`` may have several lines."""
         ...
 
@@ -83,7 +94,7 @@ class ConsoleSink:
     def log_histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
         """Show nothing."""
 
-    def alert(self, title: str, text: str, step: int) -> None:
+    def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
         """Write a line for each line of ``text``."""
         for line in text.splitlines():
             self._console.print(f"warning: {title}: {line}", markup=False, highlight=False, soft_wrap=True)
@@ -173,9 +184,14 @@ class JsonlSink:
         record["bins"] = [[index, _json_number(count)] for index, count in enumerate(counts) if count]
         self._append("histograms.jsonl", record)
 
-    def alert(self, title: str, text: str, step: int) -> None:
-        """Append one line ``{"step", "title", "text"}`` to ``alerts.jsonl``."""
-        self._append("alerts.jsonl", {"step": step, "title": title, "text": text})
+    def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
+        """Append one line ``{"step", "title", "text"}`` to ``alerts.jsonl``; with ``cause``, ``since_step`` and ``evidence``
+        where a cause is known."""
+        record: Record = {"step": step, "title": title, "text": text}
+        if cause is not None:
+            evidence = {name: _json_number(value) for name, value in cause.evidence.items()}
+            record |= {"cause": cause.name, "since_step": cause.since_step, "evidence": evidence}
+        self._append("alerts.jsonl", record)
 
     def close(self) -> None:
         """Close the files."""

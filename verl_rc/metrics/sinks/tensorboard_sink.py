@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.utils.tensorboard as torch_tensorboard
 
-from verl_rc.metrics.sinks.local import Cell
+from verl_rc.metrics.sinks.local import AlertCause, Cell
 
 
 class TensorBoardSink:
@@ -44,7 +44,7 @@ class TensorBoardSink:
             global_step=step,
         )
 
-    def alert(self, title: str, text: str, step: int) -> None:
+    def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
         """Write the text below ``alerts``."""
         self._writer.add_text("alerts", f"**{_markdown(title)}**<br>{_markdown(text)}", step)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_rc.metrics.sinks.local import Cell, ConsoleSink, JsonlSink, MetricSink
+from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, JsonlSink, MetricSink
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 """Names for ``trainer.logger``; ``file``, verl's name for JSON lines, works too."""
@@ -37,11 +37,11 @@ class Tracker:
         for sink in self._sinks:
             sink.log(metrics, step)
 
-    def alert(self, title: str, text: str, step: int) -> None:
+    def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
         """Send an alert to the user."""
         self.last_alert = step
         for sink in self._sinks:
-            sink.alert(title, text, step)
+            sink.alert(title, text, step, cause)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], step: int) -> None:
         """Take a table, such as validation samples; every row has one cell a column."""

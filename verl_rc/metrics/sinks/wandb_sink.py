@@ -8,7 +8,7 @@ from typing import Any
 import wandb
 
 from verl_rc.config.checks import why_unwritable
-from verl_rc.metrics.sinks.local import Cell
+from verl_rc.metrics.sinks.local import AlertCause, Cell
 
 _LONGEST = 64
 """Characters of a tag that W&B accepts."""
@@ -119,7 +119,7 @@ class WandbSink:
         edges, counts = join_bins(edges, counts, max_bins=512)
         self._run.log({name: wandb.Histogram(np_histogram=(list(counts), list(edges)))}, step=step)
 
-    def alert(self, title: str, text: str, step: int) -> None:
+    def alert(self, title: str, text: str, step: int, cause: AlertCause | None = None) -> None:
         """Send an alert by mail or Slack, according to the user's W&B settings; for an offline run, on upload."""
         self._run.alert(title=title, text=f"step {step}\n{text}", level=wandb.AlertLevel.WARN)
 

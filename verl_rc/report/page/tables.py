@@ -1,7 +1,7 @@
 """Panels that are tables: verdict, evidence, alerts, samples, all metrics, configuration, what was read."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_rc.config.run import RunConfig
@@ -50,7 +50,7 @@ def doctor_panel(verdict: Verdict) -> str:
             escaped(statement.topic),
             escaped(statement.cause),
             escaped(statement.confidence or statement.level),
-            escaped(", ".join(f"{name} {number(value)}" for name, value in statement.evidence.items())),
+            _evidence(statement.evidence),
             escaped(statement.where),
             escaped(statement.next_test),
         )
@@ -67,8 +67,17 @@ def alerts_panel(run: RunData) -> str:
         return "<p>No alert.</p>"
     shown = list(run.alerts)[-MOST_ALERTS:]
     cut = f"<p>The last {len(shown)} of {len(run.alerts):,}.</p>" if len(shown) < len(run.alerts) else ""
-    rows = [(str(alert.step), escaped(alert.title), shortened(alert.text, 500)) for alert in reversed(shown)]
-    return cut + table(("step", "alert", "text"), rows)
+    rows = [
+        (str(alert.step), escaped(alert.title), shortened(alert.text, 500), escaped(alert.cause), _evidence(alert.evidence))
+        for alert in reversed(shown)
+    ]
+    head = ("step", "alert", "text", "cause", "evidence")
+    causes = any(alert.cause for alert in shown)
+    return cut + table(head if causes else head[:3], rows if causes else [row[:3] for row in rows])
+
+
+def _evidence(numbers: Mapping[str, float]) -> str:
+    return escaped(", ".join(f"{name} {number(value)}" for name, value in numbers.items()))
 
 
 def samples_panel(run: RunData, most: int = MOST_SAMPLES) -> str:

@@ -11,7 +11,7 @@ from verl_rc.config.schema import leaves_of
 from verl_rc.config.secrets import without_secrets
 from verl_rc.report.run_folder.foreign import read_foreign
 from verl_rc.report.run_folder.histograms import read_heat_map
-from verl_rc.report.run_folder.lines import numbers_of, parse_line, read_records, reading_notes
+from verl_rc.report.run_folder.lines import Record, as_step, numbers_of, parse_line, read_records, reading_notes
 from verl_rc.report.run_folder.records import LARGEST_STEP, OWN_RUN, Alert, Columns, Ending, RunData, SavedSample
 from verl_rc.report.run_folder.tokens import read_tokens
 
@@ -75,7 +75,7 @@ def _read_folder(folder: Path) -> RunData:
     run.total_steps = _total_steps(run)
     run = _with_metrics(run, folder / _METRICS)
     run.alerts = [
-        Alert(step, str(record["title"]), str(record["text"]))
+        _alert(step, record)
         for step, record in read_records(folder / _ALERTS, run.notes)
         if {"title", "text"} <= record.keys()
     ]
@@ -86,6 +86,14 @@ def _read_folder(folder: Path) -> RunData:
     if (folder / _METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append("The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here.")
     return run
+
+
+def _alert(step: int, record: Record) -> Alert:
+    """An alert; what is damaged of its cause is left out."""
+    evidence = record.get("evidence")
+    numbers = dict(numbers_of(evidence)) if isinstance(evidence, dict) else {}
+    title, text, cause = (str(record.get(name, "")) for name in ("title", "text", "cause"))
+    return Alert(step, title, text, cause, as_step(record.get("since_step")), numbers)
 
 
 def _with_metrics(run: RunData, path: Path) -> RunData:

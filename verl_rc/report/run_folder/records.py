@@ -100,6 +100,10 @@ class Alert:
     step: int
     title: str
     text: str
+    cause: str = ""
+    """Short name of what it is about, where a cause is known."""
+    since_step: int | None = None
+    evidence: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ metrics of one step below ``rollout_corr/``; the first that holds names the caus
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.metrics.health import CauseEpisode, CauseHistory
@@ -192,10 +192,20 @@ def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, flo
     return derived
 
 
+@dataclass(frozen=True)
+class SaidCause:
+    """What is to be said of a cause in a step."""
+
+    text: str
+    """Empty: nothing."""
+    since_step: int
+    evidence: Mapping[str, float] = field(default_factory=dict)
+
+
 def judge_causes(
     metrics: Mapping[str, float], step: int, history: CauseHistory, temperature: float
-) -> tuple[dict[str, str], dict[str, float], CauseHistory]:
-    """What to say of a step: texts by cause, further metrics, and the history with this step.
+) -> tuple[dict[str, SaidCause], dict[str, float], CauseHistory]:
+    """What to say of a step by cause, further metrics, and the history with this step.
 
     ``temperature`` is that of the configuration, which sentences name.
     """
@@ -206,8 +216,8 @@ def judge_causes(
         first = (*first, metrics[f"{PREFIX}logit_noise"])
     further = {FLOOR: sum(first) / BOUNDS.floor_steps} if len(first) == BOUNDS.floor_steps else {}
     seen = {name.removeprefix(PREFIX): value for name, value in {**metrics, **further}.items() if name.startswith(PREFIX)}
-    cause, episodes, texts = cause_of(seen), dict(history.episodes), dict(_ended(history, step))
-    for name in texts:
+    cause, episodes, told = cause_of(seen), dict(history.episodes), dict(_ended(history, step))
+    for name in told:
         del episodes[name]
     if cause is not None:
         before = episodes.get(cause.name, CauseEpisode(step, step))
@@ -215,12 +225,14 @@ def judge_causes(
         episodes[cause.name] = CauseEpisode(before.first, step, before.is_told or speaks)
         if speaks and not before.is_told:
             said = statement_of(cause, [seen], temperature)
-            texts[cause.name] = f"{said.sentence} (since step {before.first}). {said.next_test}"
+            text = f"{said.sentence} (since step {before.first}). {said.next_test}"
+            told[cause.name] = SaidCause(text, before.first, said.evidence)
     holds = cause is not None and episodes[cause.name].is_told
-    return texts, {**further, CAUSE: float(holds)}, CauseHistory(episodes, first)
+    return told, {**further, CAUSE: float(holds)}, CauseHistory(episodes, first)
 
 
-def _ended(history: CauseHistory, step: int) -> Iterator[tuple[str, str]]:
+def _ended(history: CauseHistory, step: int) -> Iterator[tuple[str, SaidCause]]:
     for name, episode in history.episodes.items():
         if step - episode.last >= ENDED_AFTER:
-            yield name, f"ended: seen from step {episode.first} to {episode.last}" if episode.is_told else ""
+            text = f"ended: seen from step {episode.first} to {episode.last}" if episode.is_told else ""
+            yield name, SaidCause(text, episode.first)

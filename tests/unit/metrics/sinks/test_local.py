@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from verl_rc.metrics.sinks import ConsoleSink, JsonlSink
+from verl_rc.metrics.sinks import AlertCause, ConsoleSink, JsonlSink
 from verl_rc.metrics.trace import TRACE_FILE
 
 STEP = {
@@ -105,6 +105,14 @@ def test_alerts_have_a_file_of_their_own_once_there_is_one(tmp_path):
     assert not (tmp_path / "alerts.jsonl").exists()
     sink.alert("title", "first\nsecond", step=5)
     assert read(tmp_path / "alerts.jsonl") == [{"step": 5, "title": "title", "text": "first\nsecond"}]
+
+
+def test_alerts_of_known_causes_have_cause_and_evidence(tmp_path):
+    cause = AlertCause("temperature", 3, {"temperature_slope": -0.111, "temperature_z": math.nan})
+    JsonlSink(tmp_path).alert("gap: temperature", "cooler", step=5, cause=cause)
+    (line,) = read(tmp_path / "alerts.jsonl")
+    assert (line["cause"], line["since_step"]) == ("temperature", 3)
+    assert line["evidence"] == {"temperature_slope": -0.111, "temperature_z": "NaN"}
 
 
 def test_tables_and_histograms(tmp_path):

@@ -21,9 +21,9 @@ from verl_rc.report.page.charts import PANELS
 from verl_rc.report.page.encode import curve_of, packed
 from verl_rc.report.page.heat_map import heat_map_data
 from verl_rc.report.page.page import as_script
-from verl_rc.report.page.tables import chosen_samples
+from verl_rc.report.page.tables import alerts_panel, chosen_samples
 from verl_rc.report.page.text import escaped, number
-from verl_rc.report.run_folder import HeatMap, SavedSample, Series, read_run
+from verl_rc.report.run_folder import Alert, HeatMap, SavedSample, Series, read_run
 from verl_rc.report.verdict import judge
 
 CHARTED = {name.replace("*", "1") for _, specs in PANELS.values() for spec in specs for name in spec.names}
@@ -290,6 +290,16 @@ def test_samples_of_the_newest_step_from_both_ends():
     samples = [SavedSample(1, {"score": 0.0})] * 3 + [SavedSample(9, {"score": float(score)}) for score in range(6)]
     chosen = chosen_samples(samples, 6)
     assert [(sample.step, sample.cells["score"]) for sample in chosen] == [(9, 0), (9, 5), (9, 1), (9, 4), (1, 0), (1, 0)]
+
+
+def test_alerts_show_their_cause_and_its_numbers():
+    run = planted({})
+    run.alerts = [Alert(3, "not healthy", "low")]
+    assert "<th scope=\"col\">cause</th>" not in alerts_panel(run)
+    run.alerts = [*run.alerts, Alert(4, "gap: temperature", "cooler", "temperature", 2, {"temperature_slope": -0.111})]
+    panel = alerts_panel(run)
+    assert "<td>temperature</td><td>temperature_slope -0.111</td>" in panel
+    assert "<td>low</td><td></td><td></td>" in panel
 
 
 def test_the_same_prompts_first_and_last():

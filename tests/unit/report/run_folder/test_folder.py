@@ -189,3 +189,19 @@ def test_reading_needs_no_torch():
     heavy = "{'torch', 'ray', 'transformers', 'wandb', 'matplotlib'}"
     code = f"import sys, verl_rc.report.page; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_alerts_have_their_cause_and_evidence(tmp_path):
+    run = write_run(tmp_path / "run", healthy(5))
+    lines = [
+        {"step": 2, "title": "gap: temperature", "text": "cooler", "cause": "temperature", "since_step": 1,
+         "evidence": {"temperature_slope": -0.1, "z": "NaN", "x": []}},
+        {"step": 3, "title": "t", "text": "u", "cause": "c", "since_step": "x", "evidence": [1]},
+        {"step": 4, "title": "t", "text": "u"},
+    ]  # fmt: skip
+    (run / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second, third = read_run(run).alerts
+    assert (first.cause, first.since_step, first.evidence["temperature_slope"]) == ("temperature", 1, -0.1)
+    assert set(first.evidence) == {"temperature_slope", "z"}
+    assert (second.since_step, dict(second.evidence)) == (None, {})
+    assert (third.cause, third.since_step, dict(third.evidence)) == ("", None, {})

@@ -110,7 +110,7 @@ def follow(steps: list[dict[str, float]], temperature: float = 1.0) -> list[dict
         metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | changed).items() if name != "logit_noise_floor"}
         texts, further, history = judge_causes(metrics, step, history, temperature)
         assert further["alerts/cause"] == any(one.is_told and one.last == step for one in history.episodes.values())
-        said.append(texts)
+        said.append({name: one.text for name, one in texts.items()})
     return said
 
 
@@ -149,7 +149,9 @@ def test_causes_are_followed_over_a_resume() -> None:
     history = CauseHistory({"temperature": CauseEpisode(4, 5)}, (0.02, 0.02))
     metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | COOLER).items()}
     texts, further, _ = judge_causes(metrics, 6, history, 1.0)
-    assert "(since step 4)" in texts["temperature"]
+    assert "(since step 4)" in texts["temperature"].text
+    assert texts["temperature"].since_step == 4
+    assert texts["temperature"].evidence == pytest.approx({**COOLER, "temperature": 1.0, "other": 1 / 1.111})
     assert further["alerts/cause"] == 1.0
 
 
