@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -43,6 +44,7 @@ def log_ratio_histogram(values: Tensor, counted: Tensor) -> Tensor:
     return counts.scatter_add_(0, bins.flatten(), counted.long().flatten()).double()
 
 
+@cache
 def bin_value(index: int) -> float:
     """The log-ratio a bin stands for: 0 for the middle one, else the geometric middle of its edges."""
     step = index - BINS_PER_SIDE

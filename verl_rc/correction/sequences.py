@@ -101,8 +101,8 @@ class SequenceContext:
     """``[B, T]``: sum of the squares of its probabilities."""
 
     def take(self, chunk: SequenceChunk) -> "SequenceContext":
-        """The facts of one chunk."""
-        names = ("group_slots", "policy_versions", "advantages", "scores", "entropies", "sum_pi_squared")
+        """The facts of one chunk, but those of the trainer's distributions, which are looked at for all sequences at once."""
+        names = ("group_slots", "policy_versions", "advantages", "scores")
         return replace(self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None})
 
     def ages(self, response_mask: Tensor) -> Tensor | None:

@@ -8,38 +8,45 @@ logit gives l the variance ``s^2 g``.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.linalg import vecdot
 from torch.nn.functional import pad
 
-from verl_rc.correction.histogram import bin_value
+from verl_rc.correction.histogram import NUM_BINS, bin_value
 from verl_rc.correction.log_ratio import LogRatio, sequence_sum
 from verl_rc.correction.sequences import LogProbs, SequenceContext
-from verl_rc.correction.totals import HeadSums, Mean, Quotient, Signatures
+from verl_rc.correction.totals import HeadSums, Mean, Moments, Quotient, Signatures
 from verl_rc.metrics.bounds import BOUNDS
 
+STRIDES = (1, 8, 64)
+"""By bucket of positions, the distance of those that are looked at: 46 of the first 256, 106 of 4,096."""
 SMALLEST_GRADIENTS = 1e-5
 """Below this, a sum of g is rounding error: g is 0 for certain tokens."""
+_LARGEST_FIRST = sorted(range(NUM_BINS), key=lambda index: abs(bin_value(index)), reverse=True)
 _LAST_BITS = (1 << BOUNDS.rounded_bits) - 1
 
 
-def signature_sums(ratio: LogRatio, facts: SequenceContext) -> Signatures[Tensor]:
-    """The sums over all tokens of some sequences, ``[b]``."""
+def signature_sums(log_probs: LogProbs, facts: SequenceContext, ratios: Moments[Tensor]) -> Signatures[Tensor]:
+    """The sums over all tokens of sequences ``[B]``; ``ratios`` are those of each, of ``rho - 1`` over all of its tokens.
+
+    All others are estimated from every token of the first bucket of positions and every ``STRIDES``-th of the others, which
+    counts as so many. Which tokens those are depends on their positions alone: nothing changes with batches, ranks, order or
+    padding.
+    """
+    ratio = LogRatio.from_log_probs(LogProbs(*map(_drawn, (log_probs.train, log_probs.rollout, log_probs.response_mask))))
     logs, temperature, surprisal, gradients = ratio.precise, None, None, None
-    squares = logs.square()
     if facts.entropies is not None:
-        centred = torch.addcmul(ratio.train, _finite(facts.entropies, ratio), ratio.ones).double()
-        temperature = Quotient.from_sequences(vecdot(logs, centred), vecdot(centred, centred))
-        surprisal = Quotient.from_sequences(-centred.sum(dim=-1), ratio.sums.tokens)
+        centred = torch.addcmul(ratio.train, _finite(_drawn(facts.entropies), ratio), ratio.ones).double()
+        temperature = Quotient.from_sequences(_total(logs * centred), _total(centred.square()))
+        surprisal = Quotient.from_sequences(-_total(centred), _total(ratio.ones))
     if facts.sum_pi_squared is not None:
-        less_one = torch.add(_finite(facts.sum_pi_squared, ratio), ratio.train.exp(), alpha=-2.0)
+        less_one = torch.add(_finite(_drawn(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
         gradients = _by_position(torch.addcmul(ratio.ones, less_one, ratio.ones))
     return Signatures(
-        missing=Quotient.from_sequences(-ratio.ratios.total, ratio.sums.tokens),
-        squares=_by_position(squares),
+        missing=Quotient.from_sequences(-ratios.total, ratios.count),
+        squares=_by_position(logs.square()),
         gradients=gradients,
         temperature=temperature,
         surprisal=surprisal,
@@ -50,8 +57,23 @@ def _finite(values: Tensor, ratio: LogRatio) -> Tensor:
     return torch.nan_to_num(values.detach().to(ratio.values.dtype), 0.0, 0.0, 0.0)
 
 
-def _by_position(values: Tensor) -> tuple[Tensor, ...]:
-    return tuple(sequence_sum(values[:, slice(*edges)]) for edges in pairwise((0, *BOUNDS.position_edges, None)))
+def _drawn(values: Tensor) -> Tensor:
+    """``[B, k]``: of ``[B, T]`` the positions that are looked at, each in the middle of those that it stands for."""
+    edges = BOUNDS.position_edges
+    parts = zip((0, *edges), (*edges, None), STRIDES, strict=True)
+    return torch.cat([values[:, low + stride // 2 : high : stride] for low, high, stride in parts], dim=1)
+
+
+def _by_position(drawn: Tensor) -> tuple[Tensor, ...]:
+    """Sums of what ``_drawn`` took, by bucket of positions, each token as often as it counts; float64 ``[B]``."""
+    limited = zip(pairwise((0, *BOUNDS.position_edges)), STRIDES, strict=False)
+    ends = accumulate(len(range(low + stride // 2, high, stride)) for (low, high), stride in limited)
+    parts = zip(pairwise((0, *ends, None)), STRIDES, strict=True)
+    return tuple(sequence_sum(drawn[:, slice(*edges)]) * stride for edges, stride in parts)
+
+
+def _total(drawn: Tensor) -> Tensor:
+    return torch.stack(_by_position(drawn)).sum(dim=0)
 
 
 def head_sums(log_probs: LogProbs) -> HeadSums[Tensor]:
@@ -110,7 +132,7 @@ def _lag(lags: Sequence[Mean[float]]) -> int:
 
 def concentration(log_ratios: Sequence[float]) -> float:
     """Share of the sum of squares that the largest 1 % of the log-ratios in a histogram have; 0 when all are 0."""
-    largest = sorted(((bin_value(index) ** 2, count) for index, count in enumerate(log_ratios) if count), reverse=True)
+    largest = [(bin_value(index) ** 2, log_ratios[index]) for index in _LARGEST_FIRST if log_ratios[index]]
     left, found = BOUNDS.largest_share * math.fsum(log_ratios), 0.0
     for square, count in largest:
         found, left = found + square * min(count, left), left - min(count, left)

@@ -27,7 +27,6 @@ from verl_rc.correction.totals import (
     Moments,
     RuleSums,
     SequenceSums,
-    Signatures,
     TokenSums,
     Totals,
     map_totals,
@@ -154,7 +153,7 @@ def token_sums(
         means["token_age_mean"] = Mean(sequence_sum(ages * ratio.ones), sums.tokens)
     if settings.full:
         means["log_ratio_exact_fraction"] = Mean(ratio.count(indicator(torch.eq, ratio.values, 0.0)), sums.tokens)
-        full = _full_token_sums(ratio, rejection, facts, signature_sums(ratio, facts) if settings.tests_misalignment else None)
+        full = _full_token_sums(ratio, rejection, facts)
     return TokenSums(
         sums=sums,
         # Sums of both terms instead of a sum of k3: one pass less; rounding may leave a little below 0.
@@ -191,9 +190,7 @@ def _by_age(ratio: LogRatio, ages: Tensor, rejection: Rejection, weights: Weight
         yield AgeTotals(gap, Mean(response - sequence_sum(rejection.kept * here), response), of_weights, truncated)
 
 
-def _full_token_sums(
-    ratio: LogRatio, rejection: Rejection, facts: SequenceContext, signatures: Signatures[Tensor] | None
-) -> FullTotals[Tensor]:
+def _full_token_sums(ratio: LogRatio, rejection: Rejection, facts: SequenceContext) -> FullTotals[Tensor]:
     """Return the totals without what is known of whole sequences only."""
     mask, signs = ratio.response.bool(), dict[str, Mean[Tensor]]()
     begins = mask & ~pad(mask[:, :-1], (1, 0))  # a turn is a run of response tokens without a tool's between them
@@ -204,7 +201,7 @@ def _full_token_sums(
             signs[f"kept_fraction_{name}_advantage"] = Mean(kept, sequence_sum(some * ratio.response))
     product = torch.expm1(bound_log_ratio(ratio.sums.log_ratio))
     products = Moments(product, ratio.sums.real, product.square())
-    return FullTotals(extremes(ratio.values, ratio.ones), ratio.ratios, products, turns, signs, signatures)
+    return FullTotals(extremes(ratio.values, ratio.ones), ratio.ratios, products, turns, signs)
 
 
 def _buckets(numbers: Tensor, count: int) -> Iterator[Tensor]:
@@ -239,8 +236,10 @@ def sequence_totals(
         means["safety_clamped_seq_fraction"] = Mean(sums.log_ratio.abs() > LOG_RATIO_BOUND, sums.real)
         splits = {name: Mean(rejection.kept * sign.total, sign.count) for name, sign in full.splits.items()}
         splits |= exclusive_fractions(found, rejection) if settings.rejects else {}
-        head = head_sums(log_probs) if settings.tests_misalignment else None
-        full = replace(full, splits=splits | _splits(sums.response_tokens, kept, facts.scores), head=head)
+        full = replace(full, splits=splits | _splits(sums.response_tokens, kept, facts.scores))
+        if settings.tests_misalignment:
+            # Few positions of all sequences at once: operations on those of a chunk would take as long as these.
+            full = replace(full, signatures=signature_sums(log_probs, facts, found.ratios), head=head_sums(log_probs))
     difference, response = extremes(-sums.mean(sums.log_ratio), sums.tokens), sums.response_tokens
     return Totals(found.gap, response, kept, kept > 0, means, difference, weights, rules, tuple(ages), found.age, full)
 

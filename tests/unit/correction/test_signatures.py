@@ -16,6 +16,7 @@ from torch import Tensor
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import CorrectionStatistics, SequenceContext, compute_rollout_correction, measure
+from verl_rc.correction.histogram import NUM_BINS
 from verl_rc.correction.signatures import concentration
 
 FULL = RolloutCorrectionConfig(diagnostics="full")
@@ -41,6 +42,12 @@ def quotient(pairs: list[tuple[float, float]]) -> tuple[float, float]:
     return value, math.sqrt(math.fsum((a - value * b) ** 2 for a, b in pairs)) / math.fsum(b for _, b in pairs)
 
 
+def drawn(positions: list[int]) -> dict[int, int]:
+    """What tokens of a row count: all of the first 16 one, then every 8th eight, from 256 on every 64th sixty-four."""
+    rules = ((0, 16, 0, 1), (16, 256, 20, 8), (256, 10**9, 288, 64))
+    return {t: n for low, high, first, n in rules for t in positions if low <= t < high and (t - first) % n == 0}
+
+
 def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, entropies: Tensor, squares: Tensor) -> dict[str, float]:
     rows = []
     for row in zip(*(values.tolist() for values in (train, rollout, mask, entropies, squares)), strict=True):
@@ -48,26 +55,35 @@ def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, entropies: Tensor, squ
         rows.append({t: numbers for t, (*numbers, there) in enumerate(columns) if there})
     rows = [row for row in rows if row]
     tokens = [(t, *numbers) for row in rows for t, numbers in row.items()]
+    weights = [drawn(list(row)) for row in rows]
+    weighted = [(w, t, *row[t]) for row, some in zip(rows, weights, strict=True) for t, w in some.items()]
     ratios = {id(row): {t: pi - mu for t, (pi, mu, _, _) in row.items()} for row in rows}
     us = {id(row): {t: pi + h for t, (pi, _, h, _) in row.items()} for row in rows}
     found: dict[str, float] = {}
     found["missing_mass"], error = quotient([(math.fsum(1 - math.exp(x) for x in ratios[id(r)].values()), len(r)) for r in rows])
     found["missing_mass_z"] = found["missing_mass"] / error
     slopes = [
-        (math.fsum(ratios[id(r)][t] * us[id(r)][t] for t in r), math.fsum(us[id(r)][t] ** 2 for t in r)) for r in rows
+        (
+            math.fsum(w * ratios[id(r)][t] * us[id(r)][t] for t, w in some.items()),
+            math.fsum(w * us[id(r)][t] ** 2 for t, w in some.items()),
+        )
+        for r, some in zip(rows, weights, strict=True)
     ]
     found["temperature_slope"], error = quotient(slopes)
     found["temperature_z"] = found["temperature_slope"] / error
-    square = math.fsum((pi - mu) ** 2 for _, pi, mu, _, _ in tokens)
+    square = math.fsum(w * (pi - mu) ** 2 for w, _, pi, mu, _, _ in weighted)
     found["temperature_r2"] = math.fsum(a for a, _ in slopes) ** 2 / (math.fsum(b for _, b in slopes) * square)
-    found["surprisal_excess"], error = quotient([(-math.fsum(us[id(r)].values()), len(r)) for r in rows])
-    spread = statistics.pstdev([pi + h for _, pi, _, h, _ in tokens])
+    surprisals = [-math.fsum(w * us[id(r)][t] for t, w in some.items()) for r, some in zip(rows, weights, strict=True)]
+    found["surprisal_excess"], error = quotient(list(zip(surprisals, (sum(some.values()) for some in weights), strict=True)))
+    whole = math.fsum(w for w, *_ in weighted)
+    mean = math.fsum(w * (pi + h) for w, _, pi, _, h, _ in weighted) / whole
+    spread = math.sqrt(math.fsum(w * (pi + h - mean) ** 2 for w, _, pi, _, h, _ in weighted) / whole)
     reciprocal = statistics.fmean(math.exp(mu - pi) for _, pi, mu, _, _ in tokens)
     found["surprisal_excess_bound"] = math.sqrt(max(reciprocal - 1, 0)) * spread + 6 * error
 
     def noise(low: float, high: float) -> float | None:
-        some = [(pi - mu, 1 - 2 * math.exp(pi) + q) for t, pi, mu, _, q in tokens if low <= t < high]
-        return math.sqrt(math.fsum(x * x for x, _ in some) / math.fsum(g for _, g in some)) if some else None
+        some = [(w, pi - mu, 1 - 2 * math.exp(pi) + q) for w, t, pi, mu, _, q in weighted if low <= t < high]
+        return math.sqrt(math.fsum(w * x * x for w, x, _ in some) / math.fsum(w * g for w, _, g in some)) if some else None
 
     edges = itertools.pairwise((0, 16, 256, math.inf))
     parts = {"logit_noise": noise(0, math.inf)} | {f"position_{n}_logit_noise": noise(*edge) for n, edge in enumerate(edges)}
@@ -110,7 +126,7 @@ def test_the_largest_hundredth_of_the_tokens() -> None:
     logs[0, ::101] = -1.0
     found = compute_rollout_correction(train, train - logs, torch.ones(1, 1010), FULL).metrics()[f"{PREFIX}concentration"]
     assert found == pytest.approx((10 + 0.1 * 0.01) / 20, rel=0.04)
-    assert concentration([0.0, 0.0]) == 0.0
+    assert concentration([0.0] * NUM_BINS) == 0.0
 
 
 @given(seed=st.integers(0, 10_000), cut=st.integers(0, 6))
