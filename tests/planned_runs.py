@@ -33,6 +33,16 @@ EMPTY_ROW = 5
 
 Given = Mapping[str, object]
 
+ON_8_GPUS: Given = {
+    "trainer.n_gpus_per_node": 8,
+    "data.train_batch_size": 64,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+    "data.max_prompt_length": 1024,
+    "data.max_response_length": 7168,
+    "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16_384,
+}
+
 
 @dataclass(frozen=True)
 class Inputs:

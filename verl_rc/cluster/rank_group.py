@@ -53,6 +53,11 @@ class RankGroup:
         devices: list[str] = wait_for_all([rank.visible_devices() for rank in self._ranks])
         return devices
 
+    def gpu_bytes(self) -> int:
+        """Memory of the first rank's GPU."""
+        size: int = wait_for_all([self._ranks[0].gpu_bytes()])[0]
+        return size
+
     def free_address(self) -> tuple[str, int]:
         """Host and a free port of the first rank's node."""
         host, port = wait_for_all([self._ranks[0].free_address()])[0]

@@ -68,6 +68,14 @@ class _Process:
     def visible_devices(self) -> _Answer:
         return self._timed(lambda: ",".join(str(gpu) for gpu in ray.get_gpu_ids()))
 
+    def gpu_bytes(self) -> _Answer:
+        return self._timed(self._gpu_bytes)
+
+    def _gpu_bytes(self) -> int:
+        import torch  # noqa: PLC0415  (once its environment is set)
+
+        return int(torch.cuda.get_device_properties(0).total_memory)
+
     def address(self) -> _Answer:
         return self._timed(self._free_address)
 
@@ -113,6 +121,10 @@ class RemoteProcess:
     def visible_devices(self) -> "Pending":
         """The GPUs that Ray assigned to the process, in terms of ``CUDA_VISIBLE_DEVICES``."""
         return Pending(self, "name its GPUs", self._actor.visible_devices.remote())
+
+    def gpu_bytes(self) -> "Pending":
+        """Memory of the process's first GPU."""
+        return Pending(self, "measure its GPU", self._actor.gpu_bytes.remote())
 
     def kill(self) -> None:
         """Kill the process, also a stopped or dead one."""

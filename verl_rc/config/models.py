@@ -82,6 +82,15 @@ class FsdpConfig(StrictModel):
     """The same for the optimizer's moments."""
 
 
+class LearnerFsdpConfig(FsdpConfig):
+    """``*.fsdp_config.*`` of a model that learns."""
+
+    use_no_sync_for_gradient_accumulation: bool | None = None
+    """True: a rank adds up whole gradients, 4 bytes a weight, over the micro-batches of a mini-batch, and ranks reduce them once.
+    False: ranks reduce them after every micro-batch and keep their shards of the sum, for more communication. null: once, unless
+    the estimate of an update with whole gradients is above nine tenths of a GPU's memory. Without effect on one rank."""
+
+
 class PolicyLossConfig(PolicyLossOptions):
     """``actor.policy_loss.*``."""
 
@@ -131,7 +140,7 @@ class ActorConfig(RatioOptions):
     """Choice of the policy loss."""
     optim: OptimConfig = OptimConfig()
     """Optimizer."""
-    fsdp_config: FsdpConfig = FsdpConfig()
+    fsdp_config: LearnerFsdpConfig = LearnerFsdpConfig()
     """Sharding and precision."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """How it is saved."""
@@ -184,7 +193,7 @@ class CriticConfig(StrictModel):
     """The transformer below the value head."""
     optim: CriticOptimConfig = CriticOptimConfig()
     """Optimizer."""
-    fsdp_config: FsdpConfig = FsdpConfig()
+    fsdp_config: LearnerFsdpConfig = LearnerFsdpConfig()
     """Sharding and precision."""
     checkpoint: CriticCheckpointConfig = CriticCheckpointConfig()
     """How it is saved."""

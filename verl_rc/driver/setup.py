@@ -42,6 +42,7 @@ from verl_rc.metrics.sinks import PreviousRun, open_tracker
 from verl_rc.metrics.trace import TRACE, TRACE_FILE
 from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.report.explain import add_to_plan, plan_text, write_plan
+from verl_rc.report.memory import ModelShape, choose_gradient_sums, model_paths
 from verl_rc.report.preflight_machine import refuse_too_little_memory
 from verl_rc.rollout.conversation import Conversations, template_arguments
 from verl_rc.rollout.sampling import ConversationOptions, EngineOptions
@@ -95,6 +96,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
         total_steps = steps_of_run(config, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
         groups = [*learners, *([] if reference is None else [reference])]
+        config = _with_gradient_sums(config, actor, placement.device, folder)
         _build_ranks(groups, config, total_steps)
         for group in groups:
             stack.enter_context(_closing(group))
@@ -187,6 +189,20 @@ def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
     if asked > there:
         say("the prompts last for %d steps, fewer than trainer.total_training_steps=%d: raise trainer.total_epochs", there, asked)
     return min(asked, there)
+
+
+def _with_gradient_sums(config: RunConfig, actor: ActorGroup, device: str, folder: Path) -> RunConfig:
+    """``config`` with how gradients are added up, where it leaves that to the estimate of memory; says what that decided."""
+    shapes, gpu_bytes = {}, None
+    if device == "cuda" and config.num_ranks > 1:
+        with _mistakes_are_the_users():
+            shapes = {path: ModelShape.from_model_folder(path, trusted) for path, trusted in model_paths(config).items()}
+        gpu_bytes = actor.gpu_bytes()
+    config, choices = choose_gradient_sums(config, shapes, gpu_bytes)
+    for choice in choices:
+        say("%s", choice)
+        add_to_plan(folder, "Decided by the estimate of memory", str(choice))
+    return config
 
 
 def _build_ranks(groups: Sequence[RankGroup], config: RunConfig, total_steps: int) -> None:

@@ -23,6 +23,17 @@ _WEIGHTS = {
 }
 
 
+_GRADIENT_SUMS = {
+    True: "each rank adds up whole gradients, 4 bytes a weight; ranks reduce them once a mini-batch",
+    False: "ranks reduce gradients after every micro-batch; each keeps its shard of the sum",
+    None: (
+        "ranks reduce gradients once a mini-batch if an update with whole gradients, 4 bytes a weight on each rank, fits on a "
+        "GPU, else after every micro-batch: the start says which (and verl-rc doctor)"
+    ),
+}
+"""By ``use_no_sync_for_gradient_accumulation``."""
+
+
 def write_plan(config: RunConfig, folder: Path) -> Path:
     """Write ``plan_text`` to ``plan.txt`` in a run's folder, which must exist."""
     path = folder / PLAN_FILE
@@ -273,6 +284,8 @@ def _batch(plan: Plan) -> Iterator[str]:
     for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
         if update is not None:
             yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_sequence)}")
+            if update.ranks > 1:
+                yield from _wrapped("  ", f"{role}: {_GRADIENT_SUMS[update.sums_gradients_once]}")
     yield f"  training steps: {steps}"
 
 

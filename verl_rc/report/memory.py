@@ -3,11 +3,13 @@
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from pydantic import BaseModel
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from verl_rc.config.models import FsdpConfig, ModelConfig, model_source
+from verl_rc.config.models import FsdpConfig, LearnerFsdpConfig, ModelConfig, model_source
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES
 from verl_rc.config.run import RunConfig
 from verl_rc.report.plan import BatchArithmetic, UpdateArithmetic, plan_of
@@ -29,6 +31,13 @@ TRAINER_MIB = 440
 """One trainer rank: torch, transformers, ray."""
 ENGINE_MIB = 650
 """One engine: vllm, torch, ray."""
+
+CONTEXT_MIB = 1024
+"""Of a trainer process on its GPU: CUDA's context and NCCL's buffers. A guess, as no GPU was at hand."""
+ASLEEP_MIB = 1536
+"""What an engine keeps of its GPU while it sleeps: its context and its CUDA graphs. A guess, too."""
+_FULL_UP_TO = 0.9
+"""The share of a GPU that an estimate may fill: allocators leave gaps."""
 
 _LOGIT_COPIES = 4
 """Tensors of the size of a chunk of logits, in float32, alive at once in an update: logits, softmax, its gradient, entropy."""
@@ -90,6 +99,8 @@ class RoleMemory:
     role: str
     processes: int
     weights: int
+    gathered: int = 0
+    """Whole weights of the layers that compute, beside the rank's shards."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
@@ -103,7 +114,7 @@ class RoleMemory:
     @property
     def model(self) -> int:
         """Return the bytes without those of the libraries."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.cache
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.cache
 
     @property
     def per_process(self) -> int:
@@ -149,7 +160,8 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
         tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
         update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, bool(critic.model.enable_gradient_checkpointing))
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
-        roles.append(replace(learner, activations=update.activations(), knob=f"critic.{_MICRO_BATCH}"))
+        activations = max(learner.activations, update.activations())
+        roles.append(replace(learner, activations=activations, knob=f"critic.{_MICRO_BATCH}"))
     if config.has_reference_model:
         fsdp = config.actor_rollout_ref.ref.fsdp_config
         shape = shapes[str(config.actor_rollout_ref.ref.model_path)]
@@ -168,7 +180,7 @@ def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic) -> Role
     activations = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, model.enable_gradient_checkpointing).activations()
     bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _bytes(rollout.dtype))
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
-    return replace(learner, activations=max(activations, bucket), knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
+    return replace(learner, activations=max(learner.activations, activations, bucket), knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
 
 
 def _bytes(precision: str) -> int:
@@ -186,13 +198,19 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
     master, compute = _bytes(fsdp.model_dtype), _bytes(fsdp.dtype)
     is_gathered = ranks > 1 or master != compute
     gathered = (shape.embedding_parameters + shape.parameters // shape.layers) * compute if is_gathered else 0
+    sums_shards = isinstance(fsdp, LearnerFsdpConfig) and fsdp.use_no_sync_for_gradient_accumulation is False
+    gradients = trained * master if ranks == 1 else trained * 4 // (ranks if sums_shards else 1)
     return RoleMemory(
         role,
         processes=ranks,
-        weights=shape.parameters * master // ranks + gathered,
-        # Until the last micro-batch, each rank adds up the gradients of all weights; only then they are reduced to its shard.
-        gradients=trained * (master if ranks == 1 else 4),
+        weights=shape.parameters * master // ranks,
+        gathered=gathered,
+        gradients=gradients,
         optimizer=2 * trained * master // ranks,
+        # Of the last unit that is reduced, when its activations are gone: what backward gave, and its copy in float32.
+        activations=min(trained, max(shape.embedding_parameters, shape.parameters // shape.layers)) * (compute + 4)
+        if ranks > 1
+        else 0,
         baseline=TRAINER_MIB * MIB,
     )
 
@@ -264,12 +282,7 @@ def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
 def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> int:
     if not on_gpu:
         return 0
-    sections = {
-        "actor": config.actor_rollout_ref.actor.fsdp_config,
-        "critic": config.critic.fsdp_config,
-        "reference": config.actor_rollout_ref.ref.fsdp_config,
-    }
-    found = 0
+    found, sections = 0, _fsdp_sections(config)
     for role in roles:
         fsdp = sections.get(role.role)
         if fsdp is not None:
@@ -280,15 +293,101 @@ def _offloaded_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: boo
 def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
     """Peak memory of one GPU by phase, an update and generation; engines may share the GPUs and sleep during the update."""
     engine = next(role for role in roles if role.role == "engine")
-    learners = [role for role in roles if role.role in ("actor", "critic", "reference")]
-    shares = config.actor_rollout_ref.hybrid_engine
-    sleeps = config.actor_rollout_ref.rollout.free_cache_engine
-    resting = {role.role: role.model - role.activations - role.gradients for role in learners}
-    offloaded = _offloaded_bytes(config, [replace(role, processes=1) for role in learners], on_gpu=True)
-    beside = engine.model if shares and not sleeps else 0
-    training = max(sum(resting.values()) - resting[role.role] + role.model for role in learners)
-    sampling = engine.model + (max(sum(resting.values()) - offloaded, 0) if shares else 0)
-    return {"an update": training + beside, "generation": sampling}
+    sampling = engine.model
+    if config.actor_rollout_ref.hybrid_engine:
+        at_rest, actor = _at_rest(config, roles), next(role for role in roles if role.role == "actor")
+        # The actor scores canary tokens while the engine is awake, for which its weights come from where they rest.
+        is_offloaded = config.actor_rollout_ref.actor.fsdp_config.param_offload
+        canaries = actor.gathered + actor.weights * is_offloaded
+        sampling += sum(at_rest.values()) + CONTEXT_MIB * MIB * len(at_rest) + canaries
+    return {"an update": max(gpu_update_peaks(config, roles).values()), "generation": sampling}
+
+
+def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
+    """Peak memory of one GPU in the update of each role, or while the reference scores, beside what rests on it."""
+    engine = next(role for role in roles if role.role == "engine")
+    rollout, at_rest = config.actor_rollout_ref.rollout, _at_rest(config, roles)
+    beside = CONTEXT_MIB * MIB * len(at_rest)
+    if config.actor_rollout_ref.hybrid_engine:
+        beside += ASLEEP_MIB * MIB if rollout.free_cache_engine else engine.model
+    others = {name: sum(at_rest.values()) - own for name, own in at_rest.items()}
+    return {role.role: beside + others[role.role] + role.model for role in roles if role.role in others}
+
+
+def _at_rest(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
+    """Bytes that a rank of each role keeps on its GPU between two uses."""
+    sections = _fsdp_sections(config)
+    return {
+        role.role: role.weights * (not sections[role.role].param_offload)
+        + role.optimizer * (not sections[role.role].optimizer_offload)
+        for role in roles
+        if role.role in sections
+    }
+
+
+def _fsdp_sections(config: RunConfig) -> dict[str, FsdpConfig]:
+    return {
+        "actor": config.actor_rollout_ref.actor.fsdp_config,
+        "critic": config.critic.fsdp_config,
+        "reference": config.actor_rollout_ref.ref.fsdp_config,
+    }
+
+
+@dataclass(frozen=True)
+class GradientChoice:
+    """How a role's ranks add up gradients where the configuration leaves it open."""
+
+    role: str
+    whole: bool
+    """Each rank adds up whole gradients; False: its shard of them."""
+    update_bytes: int
+    """Of a GPU in an update with whole gradients."""
+    gpu_bytes: int
+
+    def __str__(self) -> str:
+        """In a sentence."""
+        found = f"an update would take {_gib(self.update_bytes)} of a GPU's {_gib(self.gpu_bytes)} GiB"
+        if self.whole:
+            return f"{self.role}: ranks reduce gradients once a mini-batch: with whole gradients on each rank {found}"
+        return f"{self.role}: ranks reduce gradients after every micro-batch: with whole gradients on each rank {found}"
+
+
+_LEARNERS = {"actor": "actor_rollout_ref.actor", "critic": "critic"}
+_SUMMED_ONCE = "fsdp_config.use_no_sync_for_gradient_accumulation"
+
+
+def choose_gradient_sums(
+    config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None
+) -> tuple[RunConfig, list[GradientChoice]]:
+    """``config`` with ``use_no_sync_for_gradient_accumulation`` where it is null, and the choices that the estimate made.
+
+    Whole gradients where an update with them fits. On a CPU, where ``gpu_bytes`` is None, and on one rank null means whole.
+    """
+    if gpu_bytes is None or config.num_ranks == 1:
+        return config, []
+    given = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
+    peaks = gpu_update_peaks(config, estimate_roles(config, shapes, gpu_bytes))
+    choices = [
+        GradientChoice(role, peaks[role] <= _FULL_UP_TO * gpu_bytes, peaks[role], gpu_bytes)
+        for role, fsdp in given.items()
+        if role in peaks and fsdp.use_no_sync_for_gradient_accumulation is None
+    ]
+    for choice in choices:
+        config = _with_value(config, f"{_LEARNERS[choice.role]}.{_SUMMED_ONCE}".split("."), choice.whole)
+    return config, choices
+
+
+Tree = TypeVar("Tree", bound=BaseModel)
+
+
+def _with_value(tree: Tree, path: Sequence[str], value: object) -> Tree:
+    """A copy with another value at ``path``."""
+    name, *rest = path
+    return tree.model_copy(update={name: _with_value(getattr(tree, name), rest, value) if rest else value})
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.0f}"
 
 
 def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int:

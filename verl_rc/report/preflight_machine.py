@@ -20,6 +20,7 @@ from verl_rc.report.memory import (
     ModelShape,
     RoleMemory,
     checkpoint_bytes,
+    choose_gradient_sums,
     estimate_roles,
     gpu_peaks,
     host_bytes,
@@ -161,6 +162,8 @@ def check_memory(config: RunConfig, shapes: Mapping[str, ModelShape]) -> Iterato
     if on_gpu and gpu_bytes is None:
         yield Finding("note", "memory", "not estimated: no GPU can be seen from here")
         return
+    config, choices = choose_gradient_sums(config, shapes, gpu_bytes)
+    yield from (Finding("note", "gradients", str(choice)) for choice in choices)
     roles = estimate_roles(config, shapes, gpu_bytes)
     for role in roles:
         yield Finding("note", f"memory of the {role.role}", _parts(role))
@@ -267,6 +270,7 @@ def _parts(role: RoleMemory) -> str:
     parts = {
         "libraries": role.baseline,
         "weights": role.weights,
+        "gathered weights": role.gathered,
         "gradients": role.gradients,
         "optimizer": role.optimizer,
         "activations": role.activations,

@@ -35,8 +35,10 @@ class CriticWorker(Learner):
             bool(model.trust_remote_code),
             mesh,
         )
-        learning = LearningOptions(self._config.optim, total_steps, bool(self._config.checkpoint.async_save))
-        self.model = ShardedModel(module, mesh, self._config.fsdp_config, learning)
+        fsdp = self._config.fsdp_config
+        whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
+        learning = LearningOptions(self._config.optim, total_steps, bool(self._config.checkpoint.async_save), whole_gradients)
+        self.model = ShardedModel(module, mesh, fsdp, learning)
         self._loss_scale_factor = float(config.data.max_response_length)
 
     def compute_values(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -100,12 +100,12 @@ def accumulate_gradients(
     world_size: int,
     totals: ObjectiveTotals,
 ) -> None:
-    """Forward and backward over this rank's micro-batches; gradients are reduced over ranks in the last one only.
+    """Forward and backward over this rank's micro-batches; gradients are reduced over ranks in the last one, or in each.
 
     FSDP averages gradients over ranks, but losses are shares of a sum: they are multiplied by the number of ranks.
     """
     for index, rows in enumerate(micro_batches):
-        # FSDP2 otherwise reduces gradients in every backward; accumulated locally, they travel once.
+        # Added up on each rank, gradients travel once, but are whole in its memory until then.
         model.set_gradient_sync(index == len(micro_batches) - 1)
         objective = compute_objective(rows)
         (objective.loss * world_size).backward()

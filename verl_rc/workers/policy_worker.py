@@ -70,7 +70,8 @@ class PolicyWorker(Learner):
             model_config.trust_remote_code,
             self._mesh,
         )
-        learning = LearningOptions(self._actor.optim, total_steps, self._actor.checkpoint.async_save)
+        whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
+        learning = LearningOptions(self._actor.optim, total_steps, self._actor.checkpoint.async_save, whole_gradients)
         self.model = ShardedModel(add_adapters(module, model_config), self._mesh, fsdp, learning)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,

@@ -62,6 +62,8 @@ class LearningOptions:
     """Training steps of the run, which bound the learning-rate schedule."""
     async_save: bool = False
     """Checkpoints are written beside the training, from a copy."""
+    whole_gradients: bool = True
+    """Each rank adds up whole gradients between two reductions over ranks; False: they are reduced in every backward."""
 
 
 class ShardedModel:
@@ -80,6 +82,7 @@ class ShardedModel:
         self.optimizer: AdamW | None = None
         self._scheduler: LambdaLR | None = None
         self._clip_grad = 0.0
+        self._whole_gradients = learning is None or learning.whole_gradients
         self._writer: BackgroundWriter | None = None
         if learning is None:
             module.requires_grad_(False)
@@ -105,8 +108,8 @@ class ShardedModel:
             self._offload()
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward reduces gradients over ranks."""
-        self._shards.set_requires_gradient_sync(enabled)
+        """Whether the next backward reduces gradients over ranks; without ``whole_gradients`` every one does."""
+        self._shards.set_requires_gradient_sync(enabled or not self._whole_gradients)
 
     def step(self) -> float:
         """Clip and step; a gradient that is not finite is dropped instead. Returns the norm before clipping."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planned_runs import Given, config_of
+from planned_runs import ON_8_GPUS, Given, config_of
 from small_models import VOCABULARY, write_small_model
 from small_runs import ROOT
 from transformers import AutoModelForCausalLM
@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from verl_rc.config.load import load_run_config
 from verl_rc.config.verl.migration import arguments_of_script
 from verl_rc.report.memory import (
+    ASLEEP_MIB,
+    CONTEXT_MIB,
     DRIVER_MIB,
     ENGINE_MIB,
     MIB,
@@ -20,6 +22,7 @@ from verl_rc.report.memory import (
     ModelShape,
     RoleMemory,
     checkpoint_bytes,
+    choose_gradient_sums,
     estimate_roles,
     gpu_peaks,
     host_bytes,
@@ -74,7 +77,7 @@ def test_ranks_share_and_gather() -> None:
     given: Given = {**FULL, "trainer.n_gpus_per_node": 2, f"{ROLLOUT}.n_gpus_per_node": 2}
     actor = roles_of(given)["actor"]
     assert actor.processes == 2
-    assert actor.weights == 2_000_000_000 + (200_000_000 + 100_000_000) * 4  # embeddings and one layer are gathered whole
+    assert (actor.weights, actor.gathered) == (2_000_000_000, (200_000_000 + 100_000_000) * 4)  # embeddings and one layer
     assert (actor.gradients, actor.optimizer) == (4_000_000_000, 4_000_000_000)  # gradients are whole between micro-batches
 
 
@@ -177,17 +180,62 @@ def test_a_reward_model_is_a_process_of_its_own() -> None:
 
 
 def test_who_shares_a_gpu_with_whom() -> None:
-    actor = RoleMemory("actor", 1, weights=4, gradients=4, optimizer=8, activations=10)
+    actor = RoleMemory("actor", 1, weights=4, gathered=1, gradients=4, optimizer=8, activations=10)
     critic = replace(actor, role="critic", activations=2)
     engine = RoleMemory("engine", 1, weights=2, cache=30)
+    context, sleeping = CONTEXT_MIB * MIB, ASLEEP_MIB * MIB
     asleep = gpu_peaks(config_of({}), [actor, critic, engine])
-    assert asleep == {"an update": 12 + 26, "generation": 32 + 24}
+    assert asleep == {"an update": 12 + 27 + 2 * context + sleeping, "generation": 32 + 24 + 1 + 2 * context}
     awake = gpu_peaks(config_of({f"{ROLLOUT}.free_cache_engine": False}), [actor, critic, engine])
-    assert awake["an update"] == 12 + 26 + 32
-    offloaded = gpu_peaks(config_of({f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}), [actor, engine])
-    assert offloaded["generation"] == 32
+    assert awake["an update"] == 12 + 27 + 32 + 2 * context
+    offload: Given = {f"{FSDP}.param_offload": True, f"{FSDP}.optimizer_offload": True}
+    offloaded = gpu_peaks(config_of(offload), [actor, critic, engine])
+    assert offloaded["generation"] == 32 + 12 + (4 + 1) + 2 * context  # the actor's weights are needed for canary tokens
+    assert offloaded["an update"] == 12 + 27 + 2 * context + sleeping  # the actor's, beside the critic at rest
     apart = gpu_peaks(config_of({"actor_rollout_ref.hybrid_engine": False}), [actor, critic, engine])
-    assert apart == {"an update": 38, "generation": 32}
+    assert apart == {"an update": 39 + 2 * context, "generation": 32}
+
+
+SEVEN = ModelShape(7_615_616_512, 1_089_994_752, 0, 28, 3584, 152_064, 131_072)
+"""Qwen2.5-7B."""
+ONCE = "fsdp_config.use_no_sync_for_gradient_accumulation"
+def test_gradients_take_what_was_measured_at_7b() -> None:
+    """31.5 GiB between two micro-batches with whole gradients, 7.0 with shards (weights included), by fake execution."""
+
+    def between(once: bool) -> float:
+        config = config_of({**ON_8_GPUS, f"{ACTOR}.{ONCE}": once})
+        actor = next(role for role in estimate_roles(config, {"unused": SEVEN}, 80 << 30) if role.role == "actor")
+        return (actor.weights + actor.gradients) / (1 << 30)
+
+    assert between(once=True) == pytest.approx(31.5, abs=0.5)
+    assert between(once=False) == pytest.approx(7.0, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "further", "chosen"),
+    [
+        (79, {}, {"actor": True}),
+        (40, {}, {"actor": False}),
+        (79, {"algorithm.adv_estimator": "gae"}, {"actor": True, "critic": True}),
+        (60, {"algorithm.adv_estimator": "gae"}, {"actor": False, "critic": False}),
+        (40, {f"{ACTOR}.{ONCE}": True}, {}),
+        (79, {f"{ACTOR}.{ONCE}": False}, {}),
+        (79, {"trainer.n_gpus_per_node": 1}, {}),
+        (None, {}, {}),
+    ],
+)
+def test_whole_gradients_where_an_update_with_them_fits(gibibytes: int | None, further: Given, chosen: dict[str, bool]) -> None:
+    config = config_of({**ON_8_GPUS, **further})
+    size = None if gibibytes is None else gibibytes << 30
+    decided, choices = choose_gradient_sums(config, {"unused": SEVEN}, size)
+    assert {choice.role: choice.whole for choice in choices} == chosen
+    sections = {"actor": decided.actor_rollout_ref.actor.fsdp_config, "critic": decided.critic.fsdp_config}
+    for role, whole in chosen.items():
+        assert sections[role].use_no_sync_for_gradient_accumulation is whole
+    if not chosen:
+        assert decided == config
+    words = {True: "once a mini-batch", False: "after every micro-batch"}
+    assert all(words[choice.whole] in str(choice) and f"of a GPU's {gibibytes} GiB" in str(choice) for choice in choices)
 
 
 def test_a_checkpoint_holds_weights_and_moments_of_what_learns() -> None:

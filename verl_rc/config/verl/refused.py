@@ -57,7 +57,6 @@ _FSDP_LEAVES = {
     "entropy_from_logits_chunk_size": Refusal("the size of chunks follows the vocabulary; drop it", (2048, None)),
     "entropy_checkpointing": Refusal("entropy is always computed again in the backward pass; drop it", _EITHER),
     "use_torch_compile": Refusal("models run uncompiled, with the same results; drop it", _EITHER),
-    "use_no_sync_for_gradient_accumulation": Refusal("gradients are reduced after every micro-batch; drop it", _OFF),
     "pad_to_length": Refusal("micro-batches are never padded further than they need; drop it", _OFF),
     "pad_to_length_bucket": Refusal("micro-batches are never padded further than they need; drop it", (1024, None)),
     "forward_only": Refusal("the role of a worker decides it; drop it", _EITHER),
@@ -261,6 +260,7 @@ _OTHER_LEAVES = {
     "algorithm.filter_groups.max_inflight_gen_batches": Refusal(
         "batches are drawn one after the other; drop it, and write max_num_gen_batches for a limit of batches per step", (1, None)
     ),
+    f"{_REF}.fsdp_config.use_no_sync_for_gradient_accumulation": Refusal("a reference has no gradients; drop it", _EITHER),
     f"{_REF}.checkpoint.async_save": Refusal("a reference never changes and is not saved; drop it", _EITHER),
     f"{_ACTOR}.freeze_vision_tower": Refusal(_IMAGES, _OFF),
     f"{_ACTOR}.calculate_entropy": Refusal("entropy is always measured, before the first update; drop it", _EITHER),

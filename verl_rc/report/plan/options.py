@@ -123,6 +123,11 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
     for section in (name for name, is_used in sections.items() if is_used):
         offloads = (f"{section}.fsdp_config.param_offload", f"{section}.fsdp_config.optimizer_offload")
         yield on_cpu, offloads, "trainer.device=cpu: weights lie in host memory anyway"
+    frozen = ("actor_rollout_ref.ref.fsdp_config.optimizer_offload",)
+    yield config.needs_reference and not on_cpu, frozen, "a reference has no optimizer"
+    learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
+    sums = tuple(f"{name}.fsdp_config.use_no_sync_for_gradient_accumulation" for name in learners)
+    yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
 
 
 def _unused_by_asynchrony(config: RunConfig) -> Iterator[Unread]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from verl_rc.config.models import LearnerFsdpConfig
 from verl_rc.config.run import RunConfig
 from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.choices import actor_limit, critic_limit
@@ -22,6 +23,8 @@ class UpdateArithmetic:
     """Tokens of a micro-batch on one rank; None: limited by rows."""
     max_rows: int | None
     """Rows of a micro-batch on one rank; None: limited by tokens."""
+    sums_gradients_once: bool | None = None
+    """Whether ranks reduce gradients once a mini-batch, not after every micro-batch; None: the estimate of memory decides."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -98,8 +101,11 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
     actor, critic, trainer = config.actor_rollout_ref.actor, config.critic, config.trainer
     prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
 
-    def arithmetic(mini: int, epochs: int, limit: MicroBatchLimit) -> UpdateArithmetic:
-        return UpdateArithmetic(mini, mini * samples, prompts // mini, epochs, config.num_ranks, limit.max_tokens, limit.max_rows)
+    def arithmetic(mini: int, epochs: int, limit: MicroBatchLimit, fsdp: LearnerFsdpConfig) -> UpdateArithmetic:
+        given = fsdp.use_no_sync_for_gradient_accumulation
+        once = True if given is None and trainer.device == "cpu" else given
+        sizes = (mini, mini * samples, prompts // mini, epochs, config.num_ranks, limit.max_tokens, limit.max_rows)
+        return UpdateArithmetic(*sizes, sums_gradients_once=once)
 
     warmup = max(trainer.critic_warmup - 1, 0)
     return BatchArithmetic(
@@ -112,8 +118,8 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
         total_steps=trainer.total_training_steps,
         epochs=trainer.total_epochs,
         critic_only_steps=warmup if trainer.total_training_steps is None else min(warmup, trainer.total_training_steps),
-        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(config)),
-        critic=arithmetic(critic.ppo_mini_batch_size or 1, critic.ppo_epochs or 1, critic_limit(config))
+        actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(config), actor.fsdp_config),
+        critic=arithmetic(critic.ppo_mini_batch_size or 1, critic.ppo_epochs or 1, critic_limit(config), critic.fsdp_config)
         if config.needs_critic
         else None,
     )

@@ -135,6 +135,10 @@ OTHER_DEFAULTS = {
     "reward.num_workers": "follows the machine's cores, at most 8",
     "reward.reward_model.n_gpus_per_node": "the reward model computes on the CPU unless it gets a GPU",
     "trainer.device": "GPUs when there are any",
+    **{
+        f"{section}.use_no_sync_for_gradient_accumulation": "the estimate of memory decides"
+        for section in ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")
+    },
     "trainer.default_local_dir": "made of project and experiment, as in verl",
     "actor_rollout_ref.actor.optim.warmup_style": "no default: lr_scheduler_type has one",
     "critic.optim.warmup_style": "no default: lr_scheduler_type has one",

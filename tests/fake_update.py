@@ -1,0 +1,93 @@
+"""Memory of one rank in an update, measured by running the project's own code on tensors without memory: python fake_update.py.
+
+Prints a line of JSON. A dispatch mode follows every storage; FSDP frees by resizing storages, so their sizes are read anew.
+"""
+
+import json
+import sys
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
+
+from verl_rc.config.models import FsdpConfig, OptimConfig
+from verl_rc.tensor_ops import ScoreOptions
+from verl_rc.workers import scoring_head
+from verl_rc.workers.scoring_head import PredictedTokens, add_scoring, score_predicted
+from verl_rc.workers.sharded_model import LearningOptions, ShardedModel
+
+RANKS, LAYERS, TOKENS = 8, 4, 16_384
+SIZES = {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28, "num_key_value_heads": 4}
+"""Of Qwen2.5-7B, which has 28 layers."""
+
+
+class Living(TorchDispatchMode):
+    """The storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, Any] = {}
+        self.peak = 0
+
+    def add(self, tensor: Tensor) -> None:
+        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if id(storage) not in self._storages:
+            self._storages[id(storage)] = weakref.ref(storage)
+            weakref.finalize(storage, self._storages.pop, id(storage), None)
+
+    def bytes(self) -> int:
+        storages = [reference() for reference in list(self._storages.values())]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+        self.peak = max(self.peak, self.bytes())
+        return result
+
+
+def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+    """Its shape, and a gradient for all three: everything is measured but the kernel."""
+    return (query * (key.mean() + value.mean())).transpose(1, 2).contiguous(), None
+
+
+def measure(mesh: DeviceMesh, whole_gradients: bool) -> dict[str, int]:
+    """Bytes at rest, between two micro-batches, and at the peak of two."""
+    scoring_head._logit_factor = lambda model: 1.0  # read from a number, which fake tensors have none of
+    config = Qwen2Config(**SIZES, num_hidden_layers=LAYERS, vocab_size=152_064, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="shape_only", dtype=torch.float32)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    learning = LearningOptions(OptimConfig(), 1, whole_gradients=whole_gradients)
+    sharded, living = ShardedModel(add_scoring(model), mesh, FsdpConfig(), learning), Living()
+    for parameter in model.parameters():
+        living.add(parameter)
+    found = {"at rest": living.bytes()}
+    with living:
+        for index in range(2):
+            sharded.set_gradient_sync(index == 1)
+            ids, keep = torch.randint(0, 1000, (1, TOKENS)), torch.arange(TOKENS // 2)
+            predicted = PredictedTokens(keep, torch.zeros(len(keep), dtype=torch.int64), ScoreOptions(1.0, False, False, False))
+            inputs = {"input_ids": ids, "position_ids": torch.arange(TOKENS)[None], "attention_mask": None, "use_cache": False}
+            score_predicted(sharded.module, predicted, **inputs).log_probs.mean().backward()
+            found["between"] = found.get("between", living.bytes())
+    return {**found, "peak": living.peak}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    AttentionInterface.register("shape_only", attention)
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    ranks = init_device_mesh("cpu", (RANKS,))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sys.stdout.write(json.dumps({str(whole): measure(ranks, whole) for whole in (True, False)}))

@@ -1,0 +1,95 @@
+"""Gradients that are reduced after every micro-batch equal those that each rank adds up whole, and take less memory."""
+
+import json
+import os
+import subprocess
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planned_runs import ON_8_GPUS, config_of
+from small_checkpoints import whole
+from small_models import free_port, make_train_batch, small_run_config, write_small_model
+from small_runs import ROOT
+
+from verl_rc.distributed.process_group import RankAddress
+from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.report.memory import ModelShape, estimate_roles
+from verl_rc.workers.micro_batches import ObjectiveTotals
+from verl_rc.workers.policy_worker import PolicyWorker
+
+LENGTHS = [7, 2, 5, 3, 1, 6]
+KEY = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
+CASES: dict[str, tuple[str, ...]] = {
+    "all weights": (),
+    "adapters": ("actor_rollout_ref.model.lora_rank=2",),
+    "checkpointing": ("actor_rollout_ref.model.enable_gradient_checkpointing=True",),
+}
+
+
+def gradients(rank: int, folder: Path, port: int, once: bool, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Of three micro-batches a rank, one of them empty on the second rank."""
+    config = small_run_config(folder, "trainer.n_gpus_per_node=2", f"{KEY}={once}", *overrides)
+    torch.manual_seed(3)
+    worker = PolicyWorker(config, RankAddress(rank, 2, "127.0.0.1", port), total_steps=10)
+    batch = make_train_batch(LENGTHS, (2,))
+    micro_batches = [[[0], [1, 2], [3]], [[4], [5], []]][rank]
+    counted = batch.response_mask.sum(-1)
+    share = MiniBatchShare(micro_batches, int(counted.sum()), len(LENGTHS), int(batch.loss_mask.sum()))
+    worker.model.module.train()
+    worker.accumulate(batch, share, ObjectiveTotals("actor", 1), None)
+    found = {name: whole(p.grad) for name, p in worker.model.module.named_parameters() if p.grad is not None}
+    worker.close()
+    return found
+
+
+def run_rank(rank: int, folder: Path, ports: list[int]) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for (name, overrides), pair in zip(CASES.items(), zip(ports[::2], ports[1::2], strict=True), strict=True):
+        for port, once in zip(pair, (True, False), strict=True):
+            found[name, once] = gradients(rank, folder, port, once, overrides)
+    torch.save(found, folder / f"found_{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
+    folder = write_small_model(tmp_path_factory.mktemp("model"))
+    ports = [free_port() for _ in range(2 * len(CASES))]
+    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, folder, ports)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=600)
+        assert process.exitcode == 0
+    gradients: dict[tuple[str, bool], dict[str, torch.Tensor]] = torch.load(folder / "found_0.pt")
+    return gradients
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_ways_give_the_same_gradients(found: Any, case: str) -> None:
+    once, often = found[case, True], found[case, False]
+    assert set(once) == set(often) != set()
+    assert sum(float(gradient.norm()) for gradient in once.values()) > 0.01
+    for name, gradient in once.items():
+        torch.testing.assert_close(often[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
+
+
+def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated() -> None:
+    """Four layers of a 7B model on eight ranks, by the project's own code on tensors without memory."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    command = [sys.executable, str(ROOT / "tests" / "fake_update.py")]
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    measured = json.loads(answer.stdout.splitlines()[-1])
+    layer = 2 * 3584 * 3584 + 3584 + 2 * (512 * 3584 + 512) + 3 * 3584 * 18_944 + 2 * 3584
+    embeddings = 2 * 152_064 * 3584
+    shape = ModelShape(embeddings + 4 * layer + 3584, embeddings, 0, 4, 3584, 152_064, 32_768)
+    for once, expected in ((True, 4 * shape.parameters), (False, 4 * shape.parameters // 8)):
+        found = measured[str(once)]
+        assert expected <= found["between"] - found["at rest"] <= 1.02 * expected
+        config = config_of({**ON_8_GPUS, KEY: once})
+        actor = next(role for role in estimate_roles(config, {"unused": shape}, 80 << 30) if role.role == "actor")
+        assert 0.9 * found["peak"] <= actor.model - actor.optimizer <= 1.1 * found["peak"]
