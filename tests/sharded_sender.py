@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from weight_borrowers import linear_stack
+from weight_borrowers import CPU, linear_stack
 
 from verl_rc.weight_sync.sender import ModelWeights, SendReceipt, WeightSender
 from verl_rc.weight_sync.shared_bucket import BucketHandle
@@ -20,7 +20,7 @@ class ShardedRank:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
         self.model: Any = linear_stack()
         fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
-        self.sender = WeightSender(ModelWeights(self.model), rank, "bfloat16", bucket_bytes=64)
+        self.sender = WeightSender(ModelWeights(self.model), rank, CPU, "bfloat16", bucket_bytes=64)
 
     def num_buckets(self) -> int:
         return self.sender.num_buckets

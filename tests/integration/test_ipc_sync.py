@@ -56,7 +56,7 @@ def model(task: dict[str, Path]) -> Any:
 @pytest.fixture
 def sender(model: Any) -> Iterator[WeightSender]:
     with nothing_left_behind():
-        yield WeightSender(ModelWeights(model), rank=0, wire_dtype="float32", bucket_bytes=BUCKET_BYTES)
+        yield WeightSender(ModelWeights(model), 0, torch.device("cpu"), wire_dtype="float32", bucket_bytes=BUCKET_BYTES)
 
 
 def receipts(answer: list[dict[str, Any]]) -> list[LoadReceipt]:

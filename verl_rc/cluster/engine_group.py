@@ -84,6 +84,10 @@ class EngineGroup:
         """Number of engines."""
         return len(self._engines)
 
+    def prepare(self) -> list[Pending]:
+        """Import what engines need, which takes longer than to build one; returns at once."""
+        return [process.prepare(self.worker) for process in self._engines]
+
     def build(self, options: EngineOptions, timeout_seconds: float) -> list[Pending]:
         """Start building the engines; returns at once. An engine that exceeds ``timeout_seconds`` in a later call is lost."""
         self._options, self._timeout_seconds = options, timeout_seconds

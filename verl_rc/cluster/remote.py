@@ -54,6 +54,12 @@ class _Process:
     def identity(self) -> ProcessIdentity:
         return self._identity
 
+    def prepare(self, target: str) -> _Answer:
+        return self._timed(self._import, target)
+
+    def _import(self, target: str) -> None:
+        importlib.import_module(target.split(":")[0])
+
     def build(self, target: str, arguments: Mapping[str, Any]) -> _Answer:
         return self._timed(self._build, target, arguments)
 
@@ -105,6 +111,10 @@ class RemoteProcess:
     def _start(self) -> None:
         self._actor = _Process.options(**self._options).remote(self._environment)  # type: ignore[attr-defined]
         self.identity = self._actor.identity.remote()
+
+    def prepare(self, target: str) -> "Pending":
+        """Import the module of ``module:Class`` in the process, for a later ``build``."""
+        return Pending(self, f"import {target.split(':')[0]}", self._actor.prepare.remote(target))
 
     def build(self, target: str, **arguments: Any) -> "Pending":
         """Construct ``module:Class`` in the process."""

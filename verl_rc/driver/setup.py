@@ -1,4 +1,4 @@
-"""Setting up a run: processes start first, everything else happens while they load."""
+"""From a configuration to a run that is ready: processes start and import first, then ranks load, then engines."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,7 +15,7 @@ from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.cluster.remote import RemoteError, wait_for_all
+from verl_rc.cluster.remote import Pending, RemoteError, wait_for_all
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
@@ -78,9 +78,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
         engines = EngineGroup(placement, actor.visible_devices() if placement.device == "cuda" else ())
         critic = CriticGroup(placement) if config.needs_critic else None
         reference = ReferenceGroup(placement) if config.has_reference_model else None
-        building_engines = engines.build(
-            engine_options(config, placement.device), config.actor_rollout_ref.rollout.engine_timeout_seconds
-        )
+        importing = engines.prepare()
         with announced("data and tokenizer"), _mistakes_are_the_users():
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
             data = _with_tools(config, tokenizer)
@@ -103,9 +101,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
         if resumed is not None:
             with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
-        with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
-            wait_for_all(building_engines, config.trainer.ready_timeout_seconds)
-        engine = engines.describe()
+        engine = _build_engines(engines, importing, config, placement.device)
         _add_measurements(folder, engine)
         with announced("the transport of weights"):
             transport = open_transport(actor, engines, placement, config)
@@ -211,6 +207,22 @@ def _build_ranks(groups: Sequence[RankGroup], config: RunConfig, total_steps: in
     roles = ", ".join(group.role for group in groups)
     with announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"), _mistakes_are_the_users():
         wait_for_all(building, config.trainer.ready_timeout_seconds)
+
+
+def _build_engines(engines: EngineGroup, importing: Sequence[Pending], config: RunConfig, device: str) -> dict[str, Any]:
+    """Engines, asleep until the first weights come; returns what they say of themselves.
+
+    To be called when the ranks hold all that they load: an engine on their GPU measures what is free, and would take what they
+    allocate or free meanwhile for its own.
+    """
+    limit = config.trainer.ready_timeout_seconds
+    with announced(f"{engines.num_engines} vLLM engine(s): import and model"), _mistakes_are_the_users():
+        wait_for_all(importing, limit)
+        wait_for_all(
+            engines.build(engine_options(config, device), config.actor_rollout_ref.rollout.engine_timeout_seconds), limit
+        )
+        engines.sleep()
+    return engines.describe()
 
 
 @contextmanager

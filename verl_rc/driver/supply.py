@@ -253,7 +253,7 @@ class AsynchronousSupply:
 
     def _empty_shared_devices(self, record: StepRecord) -> None:
         """Engines that share the trainer's devices end what they have and sleep before a step is trained."""
-        if not (self._services.config.actor_rollout_ref.hybrid_engine and self._requests):
+        if not self._services.config.actor_rollout_ref.hybrid_engine:
             return
         while self._requests:
             self._receive(record, version=self._state.step)

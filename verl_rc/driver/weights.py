@@ -34,8 +34,8 @@ def replace_engines(services: Services, lost: EnginesLostError, record: StepReco
         ) from lost
     say("replacing %d rollout engine(s): %s", len(lost.engines), str(lost).partition("\n")[0])
     wait_for_all(services.engines.replace(lost.engines), services.config.trainer.ready_timeout_seconds)
-    services.transport.open()
     services.engines.sleep()
+    services.transport.open()
 
 
 def publish(

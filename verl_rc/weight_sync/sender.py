@@ -30,10 +30,6 @@ class SendReceipt:
 class WeightSource(Protocol):
     """Weights as engines know them: those of a model, or merged with adapters."""
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the weights."""
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight's name and shape, in the order in which they are sent."""
 
@@ -47,11 +43,6 @@ class ModelWeights:
     def __init__(self, model: nn.Module) -> None:
         """``model`` may change its weights at any time; they are looked up when they are sent."""
         self._model = model
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the parameters."""
-        return next(self._model.parameters()).device
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and whole shape."""
@@ -69,11 +60,14 @@ class WeightSender:
     devices, ``offer`` one bucket after the other on every rank, and ``release`` in the end.
     """
 
-    def __init__(self, weights: WeightSource, rank: int, wire_dtype: str, bucket_bytes: int) -> None:
-        """``wire_dtype`` is the engine's parameter dtype: the engine would round to it anyway, and half the bytes
-        travel."""
+    def __init__(self, weights: WeightSource, rank: int, device: torch.device, wire_dtype: str, bucket_bytes: int) -> None:
+        """``device`` is where the weights are while they are sent; between updates they may rest in host memory.
+
+        ``wire_dtype`` is the engine's parameter dtype: the engine would round to it anyway, and half the bytes travel.
+        """
         self._weights = weights
         self._rank = rank
+        self._device = device
         self._bucket_bytes = bucket_bytes
         self._group: Group | None = None
         self._lent: SharedBucket | None = None
@@ -139,14 +133,7 @@ class WeightSender:
     def release(self) -> SendReceipt:
         """Free the last bucket, after a complete or an interrupted update. The receipt lists what was offered."""
         self._release_bucket()
-        if self._device.type != "cpu":
-            # The engine that wakes up next to this process needs the room.
-            torch.cuda.empty_cache()
         return self._receipt()
-
-    @property
-    def _device(self) -> torch.device:
-        return self._weights.device
 
     def _buckets(self) -> list[list[TensorSpec]]:
         return list(self.manifest.buckets(self._bucket_bytes))

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -72,11 +71,6 @@ class MergedWeights:
             owner, is_first_factor, _ = name.partition(f".lora_A.{_ADAPTER}.")
             if is_first_factor:
                 self._adapters[_plain(f"{owner}.weight")] = (name, name.replace(".lora_A.", ".lora_B."))
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the weights."""
-        return self._here.device
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight's name and shape, in the model's order."""

@@ -86,6 +86,7 @@ class PolicyWorker(Learner):
             # Engines get plain weights: they need no support for adapters, and every update has the same tensors.
             MergedWeights(module, model_config) if model_config.lora_rank else ModelWeights(module),
             address.rank,
+            self._device,
             rollout.dtype,
             rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
         )
@@ -245,5 +246,5 @@ class PolicyWorker(Learner):
 
     def release_bucket(self) -> SendReceipt:
         """Free the last bucket, which ends the update."""
-        self._weights_in_use.close()
-        return self._sender.release()
+        with self._weights_in_use:  # the bucket is freed first, so that its memory is given back too
+            return self._sender.release()

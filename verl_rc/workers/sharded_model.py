@@ -91,11 +91,15 @@ class ShardedModel:
             self._scheduler = build_scheduler(self.optimizer, learning.optim, learning.total_steps)
             self._clip_grad = learning.optim.clip_grad
             self._writer = BackgroundWriter(self._device.type == "cuda") if learning.async_save else None
-        self._offload()
+        self._rest()
 
     @contextmanager
     def in_use(self, with_optimizer: bool = False) -> Iterator[nn.Module]:
-        """Weights (and moments) on the device inside the context; ``*_offload`` moves them to host memory after it."""
+        """Weights (and moments) on the device inside the context.
+
+        After it ``*_offload`` moves them to host memory, and memory that nothing uses is given back: engines and other roles on
+        this GPU are other processes.
+        """
         if self._device.type != "cpu":
             if self._fsdp.param_offload:
                 self.module.to(self._device)
@@ -105,7 +109,7 @@ class ShardedModel:
         try:
             yield self.module
         finally:
-            self._offload()
+            self._rest()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the next backward reduces gradients over ranks; without ``whole_gradients`` every one does."""
@@ -160,20 +164,19 @@ class ShardedModel:
         assert self._scheduler is not None
         resume_schedule(self._scheduler, extra["schedule"])
 
-    def _offload(self) -> None:
+    def _rest(self) -> None:
         if self._device.type == "cpu":
             return
         if self._fsdp.param_offload:
             self.module.to("cpu")
         if self._fsdp.optimizer_offload:
             self._move_moments(torch.device("cpu"))
-        if self._fsdp.param_offload or self._fsdp.optimizer_offload:
-            # PyTorch keeps freed memory for itself; an engine on this GPU is another process.
-            torch.cuda.empty_cache()
+        # PyTorch keeps what is freed for itself: after an update, several times what the rank holds.
+        torch.cuda.empty_cache()
 
     def _move_moments(self, device: torch.device) -> None:
-        assert self.optimizer is not None
-        for state in self.optimizer.state.values():
+        moments = [] if self.optimizer is None else list(self.optimizer.state.values())
+        for state in moments:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     # The step counter moves too: the fused kernel wants it beside the moments.

@@ -84,7 +84,7 @@ def test_new_engines_get_the_weights_the_others_have_with_proof(machine: Machine
     answer = weights.generate(run_on(machine, limit=3), RunState(), [GenerationRequest([1], 0)] * 8, OPTIONS, 4, record)
     assert answer.busy_seconds == 2.0
     assert machine.done == [
-        ("replace", [1]), "open", "sleep", "weights", ("deliver", 4), "kv_cache", ("canary", 4)
+        ("replace", [1]), "sleep", "open", "weights", ("deliver", 4), "kv_cache", ("canary", 4)
     ]  # fmt: skip
     metrics = record.metrics()
     assert (metrics["recovery/engines_replaced"], metrics["recovery/requests_reissued"]) == (1, 8)

@@ -16,7 +16,7 @@ from verl_rc.weight_sync.transfer_group import TransferBrokenError
 @pytest.fixture
 def sender() -> Iterator[WeightSender]:
     """``linear_stack`` in bf16: tensors of 48, 8, 24 and 6 bytes make two buckets of at most 64."""
-    sender = WeightSender(ModelWeights(linear_stack()), rank=0, wire_dtype="bfloat16", bucket_bytes=64)
+    sender = WeightSender(ModelWeights(linear_stack()), rank=0, device=CPU, wire_dtype="bfloat16", bucket_bytes=64)
     with nothing_left_behind():
         yield sender
         sender.release()

@@ -1,11 +1,12 @@
 """Actor and critic, each alone: what is saved comes back, whether it was written at once or beside what changed meanwhile."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from small_checkpoints import change, whole
-from small_models import free_port, small_run_config
+from small_models import free_port, make_tokens, small_run_config
 from torch.distributed.tensor import DTensor
 
 from verl_rc.checkpoint import shards_problem
@@ -13,7 +14,7 @@ from verl_rc.distributed.fsdp import whole_parameters, without_memory
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.critic_worker import CriticWorker
 from verl_rc.workers.policy_worker import PolicyWorker
-from verl_rc.workers.sharded_model import Learner
+from verl_rc.workers.sharded_model import Learner, ShardedModel
 
 
 def weights(worker: Learner) -> dict[str, torch.Tensor]:
@@ -56,4 +57,34 @@ def test_shards_come_back_when_what_needed_whole_sizes_fails(model_folder: Path)
             fail()
         assert all(parameter is before[name] for name, parameter in module.named_parameters())
     finally:
+        worker.close()
+
+
+def test_what_is_freed_is_given_back_after_every_use(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines and other roles on the same GPU are other processes; the device is a CPU that is taken for a GPU."""
+    given_back: list[str] = []
+    monkeypatch.setattr(ShardedModel, "_rest", lambda model: given_back.append("loaded"))
+    worker = PolicyWorker(small_run_config(model_folder), RankAddress(0, 1, "127.0.0.1", free_port()), total_steps=10)
+    try:
+        assert given_back == ["loaded"]
+        monkeypatch.undo()
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("again"))
+        monkeypatch.setattr(worker.model, "_device", torch.device("cuda"))
+        tokens = make_tokens([1, 2], [3, 4])
+        uses: list[Callable[[], object]] = [
+            lambda: worker.compute_log_probs(tokens, [[0, 1]]),
+            lambda: worker.save(tmp_path / "saved"),
+            lambda: worker.load(tmp_path / "saved"),
+        ]
+        for number, use in enumerate(uses, start=1):
+            use()
+            assert len(given_back) == 1 + number
+        worker.offer_bucket(0, share=True)
+        assert len(given_back) == 4  # weights are in use until the bucket is released
+        worker.release_bucket()
+        assert len(given_back) == 5
+    finally:
+        monkeypatch.undo()
         worker.close()
