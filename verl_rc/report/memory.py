@@ -180,7 +180,8 @@ def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic) -> Role
     activations = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, model.enable_gradient_checkpointing).activations()
     bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _bytes(rollout.dtype))
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
-    return replace(learner, activations=max(learner.activations, activations, bucket), knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
+    largest = max(learner.activations, activations, bucket)
+    return replace(learner, activations=largest, knob=f"actor_rollout_ref.actor.{_MICRO_BATCH}")
 
 
 def _bytes(precision: str) -> int:

@@ -2,12 +2,14 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from recipe_arguments import RECIPES, ROOT, arguments_of
 
 from verl_rc.config.load import load_run_config
 from verl_rc.report.explain import plan_text
+from verl_rc.report.memory import ModelShape, choose_gradient_sums, estimate_roles, gpu_peaks, model_paths
 
 FOR_GPUS = [recipe for recipe in RECIPES if re.search(r"\dgpu\.sh$", recipe.name)]
 CORRECTION = "algorithm.rollout_correction"
@@ -150,8 +152,8 @@ def test_the_gsm8k_recipe_makes_four_updates_of_512_samples(configs):
 @pytest.mark.parametrize(
     ("name", "room", "expected"),
     [
-        ("gsm8k_qwen2.5_0.5b_1gpu.sh", "24 GiB of GPU memory", (4096, 0.35)),
-        ("math_qwen2.5_7b_token_is_8gpu.sh", "40 GB a GPU", (6144, 0.5)),
+        ("gsm8k_qwen2.5_0.5b_1gpu.sh", "With 24 GB", (4096, 0.35)),
+        ("math_qwen2.5_7b_token_is_8gpu.sh", "With 40 GB a GPU", (6144, 0.5)),
     ],
 )
 def test_a_recipe_fits_smaller_gpus_as_its_head_says(name, room, expected):
@@ -172,3 +174,29 @@ def test_a_recipe_that_fails_would_be_noticed(tmp_path):
     broken.write_text("set -euo pipefail\nfalse\n")
     with pytest.raises(subprocess.CalledProcessError):
         arguments_of(broken)
+
+
+SHAPES = {
+    "0.5b": ModelShape(494_032_768, 136_134_656, 0, 24, 896, 151_936, 32_768),
+    "7b": ModelShape(7_615_616_512, 1_089_994_752, 0, 28, 3584, 152_064, 131_072),
+    "8b": ModelShape(8_190_735_360, 1_244_659_712, 0, 36, 4096, 151_936, 40_960),
+    "32b": ModelShape(32_763_876_352, 1_557_135_360, 0, 64, 5120, 152_064, 131_072),
+}
+"""Of Qwen2.5 and, 8b, Qwen3, by their published configurations."""
+
+
+@pytest.mark.parametrize("recipe", FOR_GPUS, ids=lambda recipe: recipe.stem)
+def test_a_recipe_fits_on_its_gpus_and_says_how_much_of_them_it_takes(recipe: Path) -> None:
+    """In the estimate of memory; one that did not would have to be withdrawn."""
+    config = load_run_config(arguments_of(recipe)[2:])
+    shapes = {path: next(shape for size, shape in SHAPES.items() if size in path.lower()) for path in model_paths(config)}
+    gpu_bytes = int((39.4 if recipe.stem.endswith("_1gpu") else 79.1) * (1 << 30))
+    decided, _ = choose_gradient_sums(config, shapes, gpu_bytes)
+    peaks = gpu_peaks(decided, estimate_roles(decided, shapes, gpu_bytes))
+    assert max(peaks.values()) < 0.9 * gpu_bytes
+    header = " ".join(line.lstrip("# ") for line in recipe.read_text().splitlines() if line.startswith("#"))
+    stated = re.search(r"Estimated: (\d+) GiB a GPU in an update.*?, (\d+) GiB while engines sample", header)
+    if stated is None:
+        assert "as recipes/" in header or "of recipes/" in header  # which it calls
+    else:
+        assert [int(number) for number in stated.groups()] == [round(peak / (1 << 30)) for peak in peaks.values()]
