@@ -163,10 +163,9 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
         activations = max(learner.activations, update.activations())
         roles.append(replace(learner, activations=activations, knob=f"critic.{_MICRO_BATCH}"))
     if config.has_reference_model:
-        fsdp = config.actor_rollout_ref.ref.fsdp_config
         shape = shapes[str(config.actor_rollout_ref.ref.model_path)]
-        learner = _learner("reference", shape, fsdp, config.num_ranks, trained=0)
-        roles.append(replace(learner, knob="actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16 (the default is fp32)"))
+        frozen = _learner("reference", shape, config.actor_rollout_ref.ref.fsdp_config, config.num_ranks, trained=0)
+        roles.append(replace(frozen, knob="actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16 (the default is fp32)"))
     if config.reward.reward_model.enable:
         roles.append(_reward_model(config, shapes[str(config.reward.reward_model.model_path)]))
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
