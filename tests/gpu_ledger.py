@@ -480,7 +480,10 @@ def train_on_ledger(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: s
     placement = Placement("cuda", 8, config.num_engines, 1, 1, True, True, cast(Any, places), cast(Any, of_engines))
     rows = [PromptRow(row, [3, row], [], "table", None, {}) for row in range(3)]
     tokenizer = SimpleNamespace(
-        pad_token_id=0, eos_token_id=0, batch_decode=lambda rows, skip_special_tokens: ["x" * len(row) for row in rows]
+        pad_token_id=0,
+        eos_token_id=0,
+        all_special_ids=[0],
+        batch_decode=lambda rows, skip_special_tokens: ["x" * len(row) for row in rows],
     )
     replacements: dict[str, Any] = {
         "refuse_too_little_memory": lambda config: None,
