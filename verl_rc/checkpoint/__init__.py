@@ -1,11 +1,17 @@
 """Checkpoints of a run: complete ones only, which any number of ranks can resume exactly."""
 
-from verl_rc.checkpoint.optimizer_state import resume_schedule, schedule_state
-from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
+from verl_rc.checkpoint.run_state import LengthTotals, RunState, SavedRun, SupplyState, check_same_model
 from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
-from verl_rc.checkpoint.shards import BackgroundWriter, collect_shards, load_shards, save_shards, write_shards
+from verl_rc.checkpoint.shards import (
+    BackgroundWriter,
+    collect_shards,
+    load_shards,
+    resume_schedule,
+    save_shards,
+    schedule_state,
+    write_shards,
+)
 from verl_rc.checkpoint.store import CheckpointError, CheckpointStore, ResumeMode
-from verl_rc.checkpoint.supply_state import LengthTotals, SupplyState
 
 __all__ = [
     "BackgroundWriter",

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl_rc.checkpoint.optimizer_state import (
+from verl_rc.checkpoint.shards import (
     empty_state_tensors,
     optimized_names,
     resume_schedule,

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl_rc.checkpoint.run_state import RunState, SavedRun, check_same_model
+from verl_rc.checkpoint.run_state import LengthTotals, RunState, SavedRun, SupplyState, check_same_model
 from verl_rc.checkpoint.store import CheckpointError
-from verl_rc.checkpoint.supply_state import LengthTotals, SupplyState
 from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.metrics.health import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.ppo.admission import AdmissionState
