@@ -4,7 +4,7 @@ from pathlib import Path
 
 from other_process import OtherProcess
 
-from verl_rc.cluster.environment import engine_environment
+from verl_rc.cluster.ray_session import engine_environment
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 
 ARGUMENTS = {

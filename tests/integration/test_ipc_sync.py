@@ -17,7 +17,7 @@ from other_process import OtherProcess
 from shared_segments import nothing_left_behind
 from transformers import AutoModelForCausalLM
 
-from verl_rc.cluster.environment import engine_environment
+from verl_rc.cluster.ray_session import engine_environment
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import row_parts
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions

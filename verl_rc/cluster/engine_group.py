@@ -5,8 +5,8 @@ from contextlib import suppress
 from typing import Any
 
 from verl_rc.cluster.engine_work import EngineWork
-from verl_rc.cluster.environment import engine_environment
 from verl_rc.cluster.placement import Placement
+from verl_rc.cluster.ray_session import engine_environment
 from verl_rc.cluster.remote import (
     HangError,
     Pending,

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from verl_rc.cluster.environment import trainer_environment
 from verl_rc.cluster.rank_group import RankGroup
+from verl_rc.cluster.ray_session import trainer_environment
 from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_rc.cluster.environment import trainer_environment
 from verl_rc.cluster.placement import Placement
+from verl_rc.cluster.ray_session import trainer_environment
 from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all, wait_timed
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch

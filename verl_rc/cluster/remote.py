@@ -11,8 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from verl_rc.cluster.hang_report import ProcessIdentity, register_stack_dump
-from verl_rc.cluster.watchdog import WATCHDOG, end_process
+from verl_rc.cluster.watchdog import WATCHDOG, ProcessIdentity, end_process, register_stack_dump
 from verl_rc.data.batches import Timed
 from verl_rc.metrics.trace import TRACE
 

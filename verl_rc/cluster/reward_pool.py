@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from time import monotonic
 
-from verl_rc.cluster.environment import python_path
+from verl_rc.cluster.ray_session import python_path
 from verl_rc.config.task import RewardConfig
 from verl_rc.rewards import RewardError, RewardOutput, RewardSample
 from verl_rc.rewards.process import Answer, Failed, LoadFailed, Ready

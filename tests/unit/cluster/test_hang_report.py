@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from verl_rc.cluster import hang_report
-from verl_rc.cluster.hang_report import (
+from verl_rc.cluster.watchdog import (
     AwaitedProcess,
     ProcessIdentity,
     ProcessState,
@@ -67,7 +67,7 @@ def test_a_dump_without_the_drivers_call_still_tells_something() -> None:
 
 PROGRAM = """
 import dataclasses, json, time
-from verl_rc.cluster.hang_report import register_stack_dump
+from verl_rc.cluster.watchdog import register_stack_dump
 
 def rest():
     print(json.dumps(dataclasses.asdict(register_stack_dump("here"))), flush=True)
