@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_processes import start_small_processes
 
-from verl_rc.cluster import hang_report
+from verl_rc.cluster import watchdog
 from verl_rc.cluster.remote import HangError, RemoteProcess, wait_for_all
 from verl_rc.cluster.watchdog import WATCHDOG, identity_of
 
@@ -17,15 +17,15 @@ PATIENCE_SECONDS = 120.0
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_report, "_DUMP_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(watchdog, "_DUMP_SECONDS", PATIENCE_SECONDS)
 
 
 def until_found(process: RemoteProcess, words: str) -> None:
     """Wait until a look into the process shows ``words``."""
     identity, deadline = identity_of(process), time.monotonic() + PATIENCE_SECONDS
     assert identity is not None
-    while words not in str(hang_report.inspect_process(identity)):
-        assert time.monotonic() < deadline, hang_report.inspect_process(identity)
+    while words not in str(watchdog.inspect_process(identity)):
+        assert time.monotonic() < deadline, watchdog.inspect_process(identity)
         time.sleep(0.05)
 
 

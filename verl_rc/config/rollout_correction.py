@@ -8,9 +8,17 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from verl_rc.config.errors import shortened
-from verl_rc.config.rejection_rules import REJECTION_RULES, BoundedRule, RejectionRule, nearest_name, parse_rules
+from verl_rc.config.rejection_rules import (
+    REJECTION_RULES,
+    BoundedRule,
+    RejectionRule,
+    Threshold,
+    nearest_name,
+    parse_rules,
+    parse_threshold,
+    threshold_specs,
+)
 from verl_rc.config.rollout_correction_presets import PRESETS, PresetConstructors, preset_fields
-from verl_rc.config.thresholds import Threshold, parse_threshold, threshold_specs
 from verl_rc.config.verl.rollout_correction import import_legacy
 
 __all__ = [

@@ -22,7 +22,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig, remote_code_keys
-from verl_rc.config.secrets import public_values
+from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import (
     PromptDataset,

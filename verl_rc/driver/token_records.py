@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rc.config.secrets import public_values
+from verl_rc.config.schema import public_values
 from verl_rc.data.batches import PolicyEvaluations, unpadded
 from verl_rc.data.samples import Samples
 from verl_rc.data.token_record import FOLDER, PIECES, Array, TokenRecord, class_of, set_aside_later, thin_out, write_record

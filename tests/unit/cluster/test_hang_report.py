@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl_rc.cluster import hang_report
+from verl_rc.cluster import watchdog
 from verl_rc.cluster.watchdog import (
     AwaitedProcess,
     ProcessIdentity,
@@ -79,7 +79,7 @@ rest()
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_report, "_DUMP_SECONDS", 120.0)
+    monkeypatch.setattr(watchdog, "_DUMP_SECONDS", 120.0)
 
 
 @pytest.fixture

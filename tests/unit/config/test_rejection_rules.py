@@ -2,8 +2,7 @@
 
 import pytest
 
-from verl_rc.config.rejection_rules import REJECTION_RULES, parse_rules
-from verl_rc.config.thresholds import Threshold, parse_threshold, threshold_specs
+from verl_rc.config.rejection_rules import REJECTION_RULES, Threshold, parse_rules, parse_threshold, threshold_specs
 
 
 def test_verls_eleven_come_first_and_there_is_no_seq_max_k1() -> None:

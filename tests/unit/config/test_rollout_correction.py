@@ -5,8 +5,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
+from verl_rc.config.rejection_rules import Threshold
 from verl_rc.config.rollout_correction import WEIGHT_LEVELS, RolloutCorrectionConfig, WeightSettings
-from verl_rc.config.thresholds import Threshold
 
 
 def test_the_default_measures_and_corrects_nothing() -> None:

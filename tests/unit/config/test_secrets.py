@@ -7,7 +7,7 @@ import yaml
 from small_models import small_run_config
 
 from verl_rc.config.load import load_run_config, save_resolved_config
-from verl_rc.config.secrets import looks_secret, public_values
+from verl_rc.config.schema import looks_secret, public_values
 
 ENVIRONMENT = "++ray_kwargs.ray_init.runtime_env.env_vars"
 

@@ -19,8 +19,7 @@ from verl_rc.config.errors import ConfigError
 from verl_rc.config.load.command_line import COMMANDS, parse, show, sources_of
 from verl_rc.config.load.given import combinations, error_sentences, given_tree
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import StrictModel
-from verl_rc.config.secrets import override_without_secrets, public_values
+from verl_rc.config.schema import StrictModel, override_without_secrets, public_values
 
 Schema = TypeVar("Schema", bound=StrictModel)
 

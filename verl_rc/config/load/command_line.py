@@ -17,11 +17,9 @@ from pydantic import BaseModel
 
 from verl_rc.config.errors import ConfigError, shortened
 from verl_rc.config.load.compose import CONFIGS, Composer
-from verl_rc.config.load.given import MISSING, composing, plain_tree, translated_tree
-from verl_rc.config.load.overrides import prepare
+from verl_rc.config.load.given import MISSING, composing, plain_tree, prepare, translated_tree
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import defaults, known_keys
-from verl_rc.config.secrets import override_without_secrets, without_secrets
+from verl_rc.config.schema import defaults, known_keys, override_without_secrets, without_secrets
 
 COMMANDS = ("cfg", "info", "help", "hydra_help", "shell_completion", "multirun", "run")
 """Options that print instead of running; at most one may be given."""

@@ -15,8 +15,7 @@ import yaml
 
 from verl_rc.config.errors import shortened
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
-from verl_rc.config.verl.async_keys import with_verls_async_defaults
-from verl_rc.config.verl.keys import moved, translate_key
+from verl_rc.config.verl.keys import moved, translate_key, with_verls_async_defaults
 from verl_rc.config.verl.refused import RENAMED
 from verl_rc.config.verl.rollout_correction import VERLS_FIELDS, flatten, import_legacy, is_legacy_key
 

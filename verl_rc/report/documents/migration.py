@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import fill
 
-from verl_rc.config.verl.async_keys import WRITTEN_HERE
-from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES
+from verl_rc.config.verl.keys import AGREEMENTS, MOVED, VALUE_NAMES, WRITTEN_HERE
 from verl_rc.config.verl.migration import migrate
 from verl_rc.config.verl.refused import REFUSALS, REFUSED_VALUES, RENAMED, Refusal
 

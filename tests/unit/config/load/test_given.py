@@ -8,8 +8,15 @@ from pydantic import ValidationError
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load.command_line import parse
 from verl_rc.config.load.compose import Composer
-from verl_rc.config.load.given import combinations, error_sentences, given_tree, refuse_huge_numbers
-from verl_rc.config.load.overrides import Prepared, check_keys, prepare
+from verl_rc.config.load.given import (
+    Prepared,
+    check_keys,
+    combinations,
+    error_sentences,
+    given_tree,
+    prepare,
+    refuse_huge_numbers,
+)
 from verl_rc.config.run import RunConfig
 from verl_rc.config.sft import SftConfig
 

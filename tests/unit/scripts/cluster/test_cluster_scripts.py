@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.cluster import environment
+from verl_rc.cluster import ray_session
 from verl_rc.config.load import load_run_config
 
 ROOT = Path(__file__).parents[4]
@@ -69,11 +69,11 @@ def test_a_worker_joins_the_head(checkout):
 
 @pytest.mark.parametrize("script", ["start_head.sh", "start_worker.sh"])
 def test_nodes_agree_with_the_driver_about_rays_settings(checkout, script, monkeypatch):
-    for name in environment._RAY:
+    for name in ray_session._RAY:
         monkeypatch.delenv(name, raising=False)
     _, environ, _ = run(checkout, script, "10.0.0.1:6379")
     of_the_driver_alone = {"RAY_DEDUP_LOGS"}
-    wanted = {name: value for name, value in environment._RAY.items() if name not in of_the_driver_alone}
+    wanted = {name: value for name, value in ray_session._RAY.items() if name not in of_the_driver_alone}
     assert {name: environ[name] for name in wanted} == wanted
 
 
