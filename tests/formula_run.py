@@ -15,8 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint import CheckpointStore, RunState
 from verl_rc.data.batches import Completions, Timed, TokenBatch, TokenScores, TrainBatch
-from verl_rc.data.dataset import PromptRow, PromptStream
-from verl_rc.data.epoch_batches import EpochBatches
+from verl_rc.data.dataset import EpochBatches, PromptRow, PromptStream
 from verl_rc.data.parts import Part
 from verl_rc.driver import checkpoints, weights
 from verl_rc.driver.services import Services, StopRequest

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from verl_rc.config.sft import SftConfig
-from verl_rc.data.epoch_batches import EpochBatches
+from verl_rc.data.dataset import EpochBatches
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.data.tokenize import WorkedExample, load_tokenizer, read_worked_examples
 from verl_rc.workers.host import usable_cores

@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.checkpoint.run_state import LengthTotals, RunState, SavedRun, SupplyState, check_same_model
 from verl_rc.checkpoint.store import CheckpointError
-from verl_rc.data.epoch_batches import EpochBatches
+from verl_rc.data.dataset import EpochBatches
 from verl_rc.metrics.health import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState

@@ -8,6 +8,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl_rc.config.task import DataConfig
 from verl_rc.data.dataset import (
+    EpochBatches,
     PromptDataset,
     PromptOptions,
     PromptStream,
@@ -17,7 +18,6 @@ from verl_rc.data.dataset import (
     describe_lengths,
     evenly_spread,
 )
-from verl_rc.data.epoch_batches import EpochBatches
 from verl_rc.data.tokenize import load_tokenizer
 
 OPTIONS = PromptOptions(max_prompt_length=32)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.data.epoch_batches import EpochBatches, MixedBatches, interleave
+from verl_rc.data.dataset import EpochBatches, MixedBatches, interleave
 
 
 def served(batches: EpochBatches, epochs: int) -> list[list[list[int]]]:

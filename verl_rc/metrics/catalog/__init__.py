@@ -1,10 +1,9 @@
 """Every metric name a run may report: unit, formula, healthy range, who reports it."""
 
-from verl_rc.metrics.catalog.asynchrony import ASYNCHRONY
 from verl_rc.metrics.catalog.learning import LEARNING
 from verl_rc.metrics.catalog.machine import SYNC, TIME
 from verl_rc.metrics.catalog.rollout_corr import ROLLOUT_CORR
-from verl_rc.metrics.catalog.samples import ACCOUNTING, BATCH, VALIDATION
+from verl_rc.metrics.catalog.samples import ACCOUNTING, ASYNCHRONY, BATCH, VALIDATION
 from verl_rc.metrics.catalog.spec import Catalog, MetricSpec
 
 SECTIONS: dict[str, tuple[MetricSpec, ...]] = {
