@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
-from verl_rc.ppo.admission import Admission
-from verl_rc.ppo.replay_order import NextBatch, OpenGroup, ReplayRule, next_batch
-from verl_rc.ppo.running_ledger import RunningLedger
+from verl_rc.ppo.admission import Admission, NextBatch, OpenGroup, ReplayRule, next_batch
+from verl_rc.ppo.ledger import RunningLedger
 
 
 @dataclass(frozen=True)

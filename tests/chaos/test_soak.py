@@ -22,7 +22,7 @@ from real_runs import left_over_processes, marked_environment, marked_memory, me
 from small_runs import ROOT
 
 from verl_rc.checkpoint import CheckpointStore, SavedRun
-from verl_rc.ppo.number_ranges import NumberRanges
+from verl_rc.ppo.admission import NumberRanges
 
 pytestmark = pytest.mark.slow
 MINUTES = float(os.environ.get("SOAK_MINUTES", "6"))

@@ -16,7 +16,7 @@ from verl_rc.metrics.health import HealthHistory
 from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
 from verl_rc.ppo.guards import FailedGroups, RewardHistory
-from verl_rc.ppo.running_ledger import LedgerState
+from verl_rc.ppo.ledger import LedgerState
 from verl_rc.ppo.step_time import WaitTotals
 
 

@@ -28,9 +28,8 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.step_totals import StepTotals, age_metrics, require_ages
 from verl_rc.driver.supply_progress import SupplyProgress, ages_to_come
-from verl_rc.ppo.admission import Admission
+from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.batch_metrics import version_metrics
-from verl_rc.ppo.replay_order import OpenGroup, ReplayRule, next_batch
 from verl_rc.report.ahead import advice
 from verl_rc.rewards import RewardError
 

@@ -7,11 +7,81 @@ engines work, a group that is trained in the order of admission is then at most 
 """
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Literal
 
-from verl_rc.ppo.number_ranges import NumberRanges, PlainRanges
+PlainRanges = tuple[tuple[int, int], ...]
+"""Ranges [first, end) of numbers as a checkpoint holds them."""
+
+
+@dataclass(frozen=True)
+class NumberRanges:
+    """A set of numbers >= 0; ``from_numbers`` and ``from_plain`` make one."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Pairs of the first number of a range and the one behind its last, ascending; they neither overlap nor touch."""
+
+    @classmethod
+    def from_numbers(cls, numbers: Iterable[int]) -> "NumberRanges":
+        """The set of ``numbers``, in any order; a number that comes twice counts once."""
+        ranges: list[tuple[int, int]] = []
+        for number in sorted(set(numbers)):
+            if ranges and ranges[-1][1] == number:
+                ranges[-1] = (ranges[-1][0], number + 1)
+            else:
+                ranges.append((number, number + 1))
+        return cls(tuple(ranges))
+
+    @classmethod
+    def from_plain(cls, plain: Sequence[Sequence[int]]) -> "NumberRanges":
+        """What ``plain`` gave. Raises ``ValueError`` for ranges that are empty, out of order or not merged."""
+        ends = [int(end) for pair in plain for end in pair]
+        is_ascending = all(before < end for before, end in zip([-1, *ends], ends, strict=False))
+        if any(len(pair) != 2 for pair in plain) or not is_ascending:
+            raise ValueError(f"ranges must be ascending pairs [first, end) of numbers >= 0, apart, got {list(plain)[:5]}.")
+        return cls(tuple(zip(ends[::2], ends[1::2], strict=True)))
+
+    def plain(self) -> PlainRanges:
+        """Return the ranges for a checkpoint."""
+        return self.ranges
+
+    def __contains__(self, number: int) -> bool:
+        place = bisect_right(self.ranges, number, key=_end)
+        return place < len(self.ranges) and self.ranges[place][0] <= number
+
+    def __len__(self) -> int:
+        return sum(end - first for first, end in self.ranges)
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for first, end in self.ranges for number in range(first, end))
+
+    def union(self, other: "NumberRanges") -> "NumberRanges":
+        """All numbers of both; cheap where ``other`` has few ranges."""
+        ranges = list(self.ranges)
+        for first, end in other.ranges:
+            start, stop = bisect_left(ranges, first, key=_end), bisect_right(ranges, end, key=_first)
+            touched = ranges[start:stop]
+            ranges[start:stop] = [(min([first, *map(_first, touched)]), max([end, *map(_end, touched)]))]
+        return NumberRanges(tuple(ranges))
+
+    def missing_below(self, end: int) -> "NumberRanges":
+        """The numbers 0, 1, …, ``end`` - 1 that are not in this set."""
+        starts = [0, *map(_end, self.ranges)]
+        stops = [*map(_first, self.ranges), end]
+        gaps = ((start, min(stop, end)) for start, stop in zip(starts, stops, strict=True))
+        return NumberRanges(tuple((start, stop) for start, stop in gaps if start < stop))
+
+
+def _first(pair: tuple[int, int]) -> int:
+    return pair[0]
+
+
+def _end(pair: tuple[int, int]) -> int:
+    return pair[1]
 
 
 class AdmissionError(RuntimeError):
@@ -131,3 +201,83 @@ class Admission:
                 f"a group is decided once, after its admission: {wrong[:5]} are not below {self.admitted} or were decided before."
             )
         return replace(self, decided=self.decided.union(given))
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """A group that was admitted and is neither trained on nor replaced."""
+
+    number: int
+    """Place in the order of admission."""
+    version: int
+    """Oldest weights that sampled any of its tokens; until it is whole, those of its admission."""
+    decided: bool
+    """Whole, scored and to be trained on."""
+
+
+@dataclass(frozen=True)
+class ReplayRule:
+    """How batches are made of open groups."""
+
+    order: Literal["admitted", "ready"]
+    batch: int
+    """B: groups of a step."""
+    oldest: int
+    """The hard bound: steps that a group may be old when it is trained on. Groups trained in the order of admission keep it by
+    themselves."""
+    late: Literal["wait", "drop"] = "wait"
+    """What becomes of groups that would grow older: the trainer waits for them, or they are dropped and replaced."""
+
+
+@dataclass(frozen=True)
+class NextBatch:
+    """The decision about one step."""
+
+    numbers: tuple[int, ...] = ()
+    """B groups to train on now, in the order of their rows; empty: not yet."""
+    awaited: tuple[int, ...] = ()
+    """Groups that must be decided before any batch can be made, in ascending order; empty when any will do."""
+    dropped: tuple[int, ...] = ()
+    """Groups that are too old for ever, decided or not: they are to be replaced, before anything else."""
+
+
+def next_batch(groups: Iterable[OpenGroup], step: int, rule: ReplayRule) -> NextBatch:
+    """What ``step`` (1 is the first) trains on, with these ``groups`` open.
+
+    A token of version v is (``step`` - 1) - v steps old when ``step`` trains on it.
+    """
+    given = sorted(groups, key=lambda group: group.number)
+    if rule.order == "admitted":
+        return _lowest_numbers(given, rule)
+    trained = step - 1
+    too_old = {group.number for group in given if rule.late == "drop" and trained - group.version > rule.oldest}
+    left = [group for group in given if group.number not in too_old]
+    decided = sorted((group for group in left if group.decided), key=lambda group: (group.version, group.number))
+    batch, later = decided[: rule.batch], decided[rule.batch :]
+    dropped = tuple(sorted(too_old))
+    if len(batch) < rule.batch:
+        return NextBatch(dropped=dropped)
+    undecided = [group for group in left if not group.decided]
+    newest = _newest_that_does_not_fit([*undecided, *later], trained, rule) if rule.late == "wait" else None
+    awaited = tuple(group.number for group in undecided if newest is not None and group.version <= newest)
+    # No group is awaited, but not all fit: a resumed run had a larger bound. The oldest go first.
+    return NextBatch(awaited=awaited) if awaited else NextBatch(tuple(group.number for group in batch), dropped=dropped)
+
+
+def _lowest_numbers(groups: list[OpenGroup], rule: ReplayRule) -> NextBatch:
+    first = groups[: rule.batch]
+    undecided = tuple(group.number for group in first if not group.decided)
+    if len(first) == rule.batch and not undecided:
+        return NextBatch(tuple(group.number for group in first))
+    return NextBatch(awaited=undecided)
+
+
+def _newest_that_does_not_fit(left: Collection[OpenGroup], trained: int, rule: ReplayRule) -> int | None:
+    """The newest version up to which there are more groups ``left`` than can be trained on in time; None: all fit."""
+    by_version, total, newest = Counter(group.version for group in left), 0, None
+    for version in sorted(by_version):
+        total += by_version[version]
+        # This step trains others; the last that may train on this version is step version + oldest + 1.
+        if total > rule.batch * max(0, version + rule.oldest - trained):
+            newest = version
+    return newest

@@ -17,7 +17,7 @@ from verl_rc.metrics.health import CauseEpisode, CauseHistory, HealthHistory
 from verl_rc.ppo.admission import AdmissionState
 from verl_rc.ppo.control import ControlState
 from verl_rc.ppo.guards import FailedGroups, RewardHistory, StepScores
-from verl_rc.ppo.running_ledger import LedgerState
+from verl_rc.ppo.ledger import LedgerState
 from verl_rc.ppo.step_time import WaitTotals
 
 CONFIG: dict[str, Any] = {

@@ -10,8 +10,7 @@ from fractions import Fraction
 import pytest
 from pydantic import TypeAdapter
 
-from verl_rc.ppo.admission import Admission, AdmissionError, AdmissionState
-from verl_rc.ppo.number_ranges import NumberRanges
+from verl_rc.ppo.admission import Admission, AdmissionError, AdmissionState, NumberRanges
 
 
 def from_disk(state: AdmissionState) -> AdmissionState:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_rc.ppo.number_ranges import NumberRanges
+from verl_rc.ppo.admission import NumberRanges
 
 NUMBERS = st.sets(st.integers(0, 40), max_size=30)
 

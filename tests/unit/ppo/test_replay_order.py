@@ -8,8 +8,7 @@ from itertools import combinations_with_replacement, product
 
 import pytest
 
-from verl_rc.ppo.admission import Admission, AdmissionState
-from verl_rc.ppo.replay_order import NextBatch, OpenGroup, ReplayRule, next_batch
+from verl_rc.ppo.admission import Admission, AdmissionState, NextBatch, OpenGroup, ReplayRule, next_batch
 
 Decide = Callable[[Iterable[OpenGroup], int, ReplayRule], NextBatch]
 

@@ -4,9 +4,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from verl_rc.metrics.catalog.samples import ACCOUNTING
-from verl_rc.ppo.ledger import TOKEN_ACCOUNTS, LedgerError
-from verl_rc.ppo.number_ranges import PlainRanges
-from verl_rc.ppo.running_ledger import FATES, RUN_TOKEN_ACCOUNTS, LedgerState, RunningLedger
+from verl_rc.ppo.admission import PlainRanges
+from verl_rc.ppo.ledger import FATES, RUN_TOKEN_ACCOUNTS, TOKEN_ACCOUNTS, LedgerError, LedgerState, RunningLedger
 
 
 def after_a_step() -> RunningLedger:

@@ -38,8 +38,8 @@ from verl_rc.metrics import reduce_metrics
 from verl_rc.metrics.catalog import CATALOG
 from verl_rc.metrics.health import CauseEpisode, CauseHistory
 from verl_rc.ppo.batch_metrics import batch_metrics, critic_metrics, policy_gap_metrics, version_metrics
+from verl_rc.ppo.ledger import RunningLedger
 from verl_rc.ppo.objective import interpolation_gap, policy_objective, value_objective
-from verl_rc.ppo.running_ledger import RunningLedger
 from verl_rc.ppo.train_batch import _rewards
 from verl_rc.report.verdict.cause import judge_causes
 from verl_rc.rewards.sample import RewardOutput
