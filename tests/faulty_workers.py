@@ -10,13 +10,11 @@ from torch import Tensor
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
-from verl_rc.rollout.conversation import Conversations
+from verl_rc.rollout.conversation import Conversations, OpenResponses, ToolCall
 from verl_rc.rollout.engine import RolloutEngine
-from verl_rc.rollout.open_responses import OpenResponses
 from verl_rc.rollout.response import Ended
 from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
-from verl_rc.rollout.tool_calls import ToolCall
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.workers.actor_correction import ActorCorrection

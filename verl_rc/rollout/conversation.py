@@ -3,18 +3,105 @@
 Sampled token ids are never encoded again from text.
 """
 
+import json
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.tokenize import ToolTurnEncoder, load_tokenizer
-from verl_rc.rollout.response import Response
+from verl_rc.rollout.response import Ended, Response
 from verl_rc.rollout.sampling import ConversationOptions
-from verl_rc.rollout.tool_calls import ParsedCall, Parser, answer_call, choose_parser, truncated
-from verl_rc.rollout.tools import ToolCaller, ToolFailedError, find_tools
+from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.tools import Tool, ToolCaller, ToolFailedError, find_tools
+
+_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TAG = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that a turn asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """Something marked as a call that is none."""
+
+    reason: str
+    """What is wrong, for the policy."""
+
+
+ParsedCall = ToolCall | MalformedCall
+Parser = Callable[[str], list[ParsedCall]]
+"""Parses the text of a turn into its calls, in order."""
+
+
+def parse_hermes(text: str) -> list[ParsedCall]:
+    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen chat templates."""
+    return [_hermes_call(body) for body in _HERMES.findall(text)]
+
+
+def _hermes_call(body: str) -> ParsedCall:
+    try:
+        call = json.loads(body)
+    # A policy writes anything: deeply nested JSON ends in a RecursionError.
+    except (ValueError, RecursionError):
+        return MalformedCall("a tool call must be JSON")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
+        return MalformedCall("a tool call must be an object with a name and arguments")
+    return ToolCall(call["name"], call["arguments"])
+
+
+def tag_parser(tool: Tool) -> Parser:
+    """Calls ``<tool>text</tool>`` of the one tool there is, whose one argument is the text: short, for small models."""
+    (argument,) = tool.parameters
+    return lambda text: [ToolCall(tool.name, {argument: body}) for body in _TAG.findall(text)]
+
+
+def choose_parser(config: MultiTurnConfig, tools: Mapping[str, Tool]) -> Parser:
+    """The parser of ``multi_turn.format``. Raises ``ValueError`` when the tools do not fit the format."""
+    if config.format == "hermes":
+        return parse_hermes
+    chosen = list(tools.values())
+    if len(chosen) != 1 or len(chosen[0].parameters) != 1:
+        raise ValueError(
+            "actor_rollout_ref.rollout.multi_turn.format=tag needs one tool with one argument in multi_turn.tools, got "
+            f"{[tool.name for tool in chosen]}; pass format=hermes."
+        )
+    return tag_parser(chosen[0])
+
+
+def answer_call(call: ParsedCall, tools: Mapping[str, Tool], caller: ToolCaller) -> str:
+    """What the policy reads after a call: the tool's answer, or what is wrong with the call.
+
+    Raises ``ToolFailedError`` when the tool itself fails, or hangs.
+    """
+    if isinstance(call, MalformedCall):
+        return f"error: {call.reason}"
+    tool = tools.get(call.name)
+    if tool is None:
+        return f"error: the tools are {json.dumps(sorted(tools))}"
+    return caller.call(tool, call.arguments)
+
+
+def truncated(text: str, limit: int, side: str) -> str:
+    """``text`` cut to ``limit`` characters and marked where it is cut: on its left or right ``side``, or in the ``middle``."""
+    if len(text) <= limit:
+        return text
+    if side == "left":
+        return "(truncated)..." + text[len(text) - limit :]
+    if side == "right":
+        return text[:limit] + "...(truncated)"
+    tail = limit // 2
+    return text[: limit - tail] + "...(truncated)..." + text[len(text) - tail :]
+
 
 _TURNS_AT_ONCE = 64
 """Turns of one engine whose tools work at the same time; further ones wait."""
@@ -97,3 +184,62 @@ def template_arguments(config: MultiTurnConfig, given: Mapping[str, Any]) -> dic
     if config.format != "hermes":
         return dict(given)
     return {"tools": [tool.schema() for tool in find_tools(config.tools).values()], **given}
+
+
+class OpenResponses:
+    """The book of a sampler, by the step loop's keys."""
+
+    def __init__(self, conversations: Conversations | None) -> None:
+        """``conversations`` answers tool calls; None: samples call no tools."""
+        self._conversations = conversations
+        self._open: dict[str, tuple[QueuedSample, Response]] = {}
+
+    def begin(self, key: str, sample: QueuedSample) -> "tuple[Response, Future[list[str]] | None]":
+        """What there is of a response that begins or goes on, and the answers of tools that it waits for, if there are any."""
+        if key in self._open:
+            return self[key], None
+        response = Response.from_parts(sample.request)
+        self._open[key] = sample, response
+        if self._conversations is None or not response.ends_with(sample.options.stop_token_ids):
+            return response, None
+        response.stopped = True  # the engine that sampled it was lost while its tools were at work
+        return response, self._conversations.after_turn(response)
+
+    def __getitem__(self, key: str) -> Response:
+        """What there is of a response that has begun."""
+        return self._open[key][1]
+
+    def get(self, key: str) -> Response | None:
+        """Return the same; None: it has not begun."""
+        return self[key] if key in self._open else None
+
+    def replace(self, key: str, response: Response) -> None:
+        """Keep what there is of a response now."""
+        self._open[key] = self._open[key][0], response
+
+    def drop(self, key: str) -> None:
+        """Forget a response, if it has begun."""
+        self._open.pop(key, None)
+
+    def end_turn(self, key: str, turn: Ended) -> "Ended | Response | Future[list[str]]":
+        """The response if it has ended with its turn, else the answers of tools that it waits for.
+
+        Without tools ``turn`` itself: its reader checks it. Raises like ``Ended.whole``.
+        """
+        if self._conversations is None:
+            del self._open[key]
+            return turn
+        response = turn.whole(int(key))
+        self.replace(key, response)
+        return self._conversations.after_turn(response) or self._end(key)
+
+    def proceed(self, key: str, answers: Sequence[str]) -> Response | None:
+        """Take the tools' answers; returns the response if they have ended it."""
+        assert self._conversations is not None
+        sample, response = self._open[key]
+        response, goes_on = self._conversations.with_answers(response, answers, sample.request.limit(sample.options))
+        self.replace(key, response)
+        return None if goes_on else self._end(key)
+
+    def _end(self, key: str) -> Response:
+        return self._open.pop(key)[1]

@@ -11,9 +11,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
 from verl_rc.rollout import engine_worker
-from verl_rc.rollout.conversation import Conversations
+from verl_rc.rollout.conversation import Conversations, OpenResponses
 from verl_rc.rollout.fp8_products import require_fp8_cache
-from verl_rc.rollout.open_responses import OpenResponses
 from verl_rc.rollout.process_cleanup import unlink_shared_memory
 from verl_rc.rollout.response import UNKNOWN, Ended, Response
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.parts import Answer, Part
-from verl_rc.rollout.conversation import Conversations, template_arguments
-from verl_rc.rollout.open_responses import OpenResponses
+from verl_rc.rollout.conversation import Conversations, OpenResponses, template_arguments
 from verl_rc.rollout.response import Ended, Response
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import Box, QueuedSample, StepLoop

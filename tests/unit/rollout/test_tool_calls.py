@@ -3,7 +3,7 @@
 import pytest
 
 from verl_rc.config.rollout import MultiTurnConfig
-from verl_rc.rollout.tool_calls import MalformedCall, ToolCall, answer_call, choose_parser, parse_hermes, tag_parser, truncated
+from verl_rc.rollout.conversation import MalformedCall, ToolCall, answer_call, choose_parser, parse_hermes, tag_parser, truncated
 from verl_rc.rollout.tools import CALCULATOR, Tool, ToolCaller
 
 TOOLS = {"calculator": CALCULATOR}
