@@ -14,7 +14,7 @@ from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.workers.critic_worker import CriticWorker
-from verl_rc.workers.packing import packed_logits
+from verl_rc.workers.forward import packed_logits
 from verl_rc.workers.policy_worker import PolicyWorker
 
 TOKENS = torch.tensor([[7, 3, 250, 41, 3, 3, 99, 120, 5, 64, 200, 31]])

@@ -100,7 +100,7 @@ class ReferenceGroup(RankGroup):
     """All ranks of the reference policy."""
 
     role = "reference"
-    worker = "verl_rc.workers.reference_worker:ReferenceWorker"
+    worker = "verl_rc.workers.policy_worker:ReferenceWorker"
 
     def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[Tensor]:
         """Log-probs ``[B, R]`` of all rows under the reference policy."""

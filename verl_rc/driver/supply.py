@@ -26,8 +26,7 @@ from verl_rc.driver.scored_groups import decide, join
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.step_totals import StepTotals, age_metrics, require_ages
-from verl_rc.driver.supply_progress import SupplyProgress, ages_to_come
+from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics, ages_to_come, require_ages
 from verl_rc.ppo.admission import Admission, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.batch_metrics import version_metrics
 from verl_rc.report.ahead import advice

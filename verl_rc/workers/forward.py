@@ -4,12 +4,120 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask
 from verl_rc.tensor_ops import ScoreOptions
-from verl_rc.workers.packing import packed_inputs, packed_logits, padded_inputs
 from verl_rc.workers.scoring_head import PredictedTokens, score_predicted
+
+PACKED_ATTENTION = "verl_rc_packed_sdpa"
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Places of packed tokens in a padded ``[num_sequences, max_length]`` grid."""
+
+    grid_index: Tensor
+    """int64 ``[N]``: ``row * max_length + position`` of every packed token."""
+    position_ids: Tensor
+    """int64 ``[N]``: position within the own sequence, restarting at 0."""
+    num_sequences: int
+    max_length: int
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor) -> "PackedLayout":
+        """Lay out sequences of ``lengths`` (int64 ``[S]``, tokens, each at least 1) one after the other."""
+        if lengths.ndim != 1 or lengths.numel() == 0 or int(lengths.min()) < 1:
+            raise ValueError(f"packing needs a list of sequence lengths >= 1, got {lengths.tolist()}.")
+        num_sequences, max_length = lengths.numel(), int(lengths.max())
+        rows = torch.repeat_interleave(torch.arange(num_sequences, device=lengths.device), lengths)
+        starts = lengths.cumsum(0) - lengths
+        positions = torch.arange(rows.numel(), device=lengths.device) - starts[rows]
+        return cls(rows * max_length + positions, positions, num_sequences, max_length)
+
+
+def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_layout: PackedLayout | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence.
+
+    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens. Rows are padded on the right, where a
+    causal mask alone keeps padding out of every real token's sight. Without a layout it is plain padded attention. transformers
+    calls it through its ``AttentionInterface``, whose signature it must have.
+    """
+    grouped = key.shape[1] != query.shape[1]
+    if packed_layout is None:
+        # With one query position is_causal would mask all keys but the first.
+        causal = attention_mask is None and query.shape[2] > 1
+        output = F.scaled_dot_product_attention(
+            query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+        return output.transpose(1, 2).contiguous(), None
+    rows, width, index = packed_layout.num_sequences, packed_layout.max_length, packed_layout.grid_index
+
+    # Padded for attention only, which took a third of the time of a block mask over all
+    # packed tokens, whose cost grows with the square of their number.
+    def to_grid(packed: Tensor) -> Tensor:
+        heads, head_dim = packed.shape[1], packed.shape[3]
+        # index_copy and index_select have gradients and need no size from the device.
+        grid = packed.new_zeros(rows * width, heads, head_dim).index_copy(0, index, packed[0].transpose(0, 1))
+        return grid.view(rows, width, heads, head_dim).transpose(1, 2)
+
+    output = F.scaled_dot_product_attention(
+        to_grid(query), to_grid(key), to_grid(value), dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+    flat = output.transpose(1, 2).reshape(rows * width, output.shape[1], output.shape[3])
+    return flat.index_select(0, index)[None], None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
+
+
+def packed_logits(model: nn.Module, token_ids: Tensor, lengths: Tensor | list[int], keep: Tensor | None = None) -> Tensor:
+    """Logits (or, of a value model, values) of packed sequences: ``[N, V]``, or with ``keep`` ``[K, V]``.
+
+    ``token_ids`` and ``lengths`` are those of ``packed_inputs``; ``keep`` (int64 ``[K]``) are packed positions.
+    """
+    # transformers' logits_to_keep takes positions: no logits are computed for prompts.
+    selection = {} if keep is None else {"logits_to_keep": keep}
+    logits: Tensor = model(**packed_inputs(token_ids, lengths), **selection).logits
+    return logits[0]
+
+
+def packed_inputs(token_ids: Tensor, lengths: Tensor | list[int]) -> dict[str, Any]:
+    """Arguments of a model's forward pass over packed sequences.
+
+    ``token_ids`` is int64 ``[N]``, sequences one after the other; ``lengths`` int64 ``[S]`` their token counts (sum N).
+    """
+    layout = PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device))
+    if layout.grid_index.numel() != token_ids.numel():
+        raise ValueError(f"lengths must sum to the number of tokens {token_ids.numel()}, got {layout.grid_index.numel()}.")
+    return {
+        "input_ids": token_ids[None],
+        "position_ids": layout.position_ids[None],
+        "attention_mask": None,
+        "use_cache": False,
+        "packed_layout": layout,
+    }
+
+
+def padded_inputs(token_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """Arguments of a model's forward pass over right-padded sequences ``token_ids`` ``[B, S]`` (``use_remove_padding=False``).
+
+    Padding lies on the right, so a causal mask alone keeps it out of sight of real tokens.
+    """
+    position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
+    return {"input_ids": token_ids, "position_ids": position_ids, "attention_mask": None, "use_cache": False}
 
 
 @dataclass(frozen=True)

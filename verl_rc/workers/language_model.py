@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 from verl_rc.config.models import model_source
 from verl_rc.distributed.fsdp import cut_parameters
 from verl_rc.distributed.process_group import DeviceMesh
-from verl_rc.workers.packing import PACKED_ATTENTION
+from verl_rc.workers.forward import PACKED_ATTENTION
 from verl_rc.workers.scoring_head import add_scoring
 
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

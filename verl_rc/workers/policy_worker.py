@@ -11,7 +11,14 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
-from verl_rc.distributed.process_group import RankAddress, all_gather_vector, all_reduce_sum, join_trainer_group, trainer_device
+from verl_rc.distributed.process_group import (
+    RankAddress,
+    all_gather_vector,
+    all_reduce_sum,
+    join_trainer_group,
+    leave_trainer_group,
+    trainer_device,
+)
 from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name
@@ -248,3 +255,38 @@ class PolicyWorker(Learner):
         """Free the last bucket, which ends the update."""
         with self._weights_in_use:  # the bucket is freed first, so that its memory is given back too
             return self._sender.release()
+
+
+class ReferenceWorker:
+    """The reference model on one rank: frozen FSDP2 shards."""
+
+    def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
+        """Join the reference's group, load the model and shard it; ``total_steps`` means nothing to a frozen model."""
+        del total_steps
+        model, reference = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
+        self._device = trainer_device(config.trainer.device)
+        mesh = join_trainer_group(address, self._device)
+        module = load_causal_lm(
+            str(reference.model_path),
+            torch_dtype(reference.fsdp_config.model_dtype),
+            gradient_checkpointing=False,
+            trust_remote_code=model.trust_remote_code,
+            mesh=mesh,
+        )
+        self.model = ShardedModel(module, mesh, reference.fsdp_config, learning=None)
+        self._forward = ForwardOptions(config.actor_rollout_ref.rollout.temperature, model.use_remove_padding)
+
+    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Log-probs ``[B, R]`` of the given rows' response tokens."""
+
+        def score(part: TokenBatch) -> list[Tensor]:
+            return [score_tokens(self.model.module, part, self._forward, with_entropy=False).log_probs]
+
+        with self.model.in_use() as module:
+            # No dropout: the divergence from the policy would be noise.
+            module.eval()
+            return score_sequences(tokens, micro_batches, score, self._device)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        leave_trainer_group()

@@ -17,9 +17,9 @@ from verl_rc.config.sft import SftConfig
 from verl_rc.data.dataset import EpochBatches
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.data.tokenize import WorkedExample, load_tokenizer, read_worked_examples
+from verl_rc.workers.forward import packed_logits
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import load_causal_lm
-from verl_rc.workers.packing import packed_logits
 
 
 @dataclass(frozen=True)

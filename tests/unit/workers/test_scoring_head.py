@@ -21,10 +21,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from verl_rc.config.models import ModelConfig
 from verl_rc.tensor_ops import logprobs
-from verl_rc.workers.forward import ForwardOptions, PackedSequences, score_tokens
+from verl_rc.workers.forward import ForwardOptions, PackedSequences, packed_logits, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 from verl_rc.workers.lora import adapters_off, add_adapters
-from verl_rc.workers.packing import packed_logits
 from verl_rc.workers.scoring_head import add_scoring
 
 SIZES = {

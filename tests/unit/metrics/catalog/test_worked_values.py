@@ -30,8 +30,7 @@ from verl_rc.driver.guards import act_on_mismatch, decide_update
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import judge_gap, record_batch, record_correction, update_actor
 from verl_rc.driver.step_record import StepRecord
-from verl_rc.driver.step_totals import StepTotals, age_metrics
-from verl_rc.driver.supply_progress import SupplyProgress
+from verl_rc.driver.supply_progress import StepTotals, SupplyProgress, age_metrics
 from verl_rc.driver.weights import judge_canary, pause_metrics, publish
 from verl_rc.losses import Aggregation, compute_policy_loss
 from verl_rc.metrics import reduce_metrics
