@@ -1,6 +1,8 @@
 """Saving and loading a model and its optimizer as shards, bitwise, on any number of ranks, optionally in the background.
 
-The tensors are written by torch.distributed.checkpoint (DCP), each once, under the name of its parameter.
+The tensors are written by torch.distributed.checkpoint (DCP), each once, under the name of its parameter. Its ``state_dict``
+module is not used for the optimizer: it takes an optimizer step when there is no state yet, so Adam's step count stays one too
+high, and it cannot load when a parameter has no state.
 """
 
 import pickle

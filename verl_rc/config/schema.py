@@ -1,4 +1,4 @@
-"""``StrictModel``, the base class of all configuration sections, and functions over the tree of sections: leaves, keys, secrets."""
+"""``StrictModel``, the base class of all configuration sections, and functions over the tree of sections."""
 
 import re
 import types

@@ -1,4 +1,4 @@
-"""The prompt data set in verl's format: reading, selection, tokenisation, and a resumable stream of batches."""
+"""The prompt data set in verl's format: reading, selection, tokenisation, and a resumable stream of shuffled batches."""
 
 import bisect
 import itertools

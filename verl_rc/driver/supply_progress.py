@@ -1,4 +1,4 @@
-"""All that changes in an asynchronous supply from step to step; a checkpoint holds it."""
+"""What an asynchronous supply counts: all that a checkpoint holds of it, what happened in one step, and the metrics of both."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence

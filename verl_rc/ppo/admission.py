@@ -1,9 +1,15 @@
-"""How far generation may run ahead of training: which groups may be handed to the engines, and which are decided.
+"""The order of groups: which may be handed to the engines, which make the next batch, and which have grown too old.
 
     may be admitted:  numbers < (published + M (1 + k)) B + replaced
 
 A group is a prompt with its samples; its number is its place in the order of admission over the whole life of a run. However
-engines work, a group that is trained in the order of admission is then at most ⌈M (1 + k)⌉ − 1 steps old.
+engines work, a group that is trained in the order of admission is then at most ⌈M (1 + k)⌉ − 1 steps old. The next batch:
+
+    order=admitted: the B lowest numbers that are to be trained on, once every lower number is decided
+    order=ready:    the B decided groups of lowest version (then number), once the older groups left behind all still fit:
+                    for every version v:  groups left with version <= v  <=  B (steps until those of v reach the hard bound)
+
+To look at the oldest group left behind alone is not enough: several may be as old, and only B of them fit into its last step.
 """
 
 import math

@@ -1,4 +1,13 @@
-"""Accounts of every token sampled for training: each token is in exactly one, else the step fails."""
+"""The books: every token sampled for training is in exactly one account, and every admitted group ends in exactly one way.
+
+``Ledger`` keeps the book of one step, ``RunningLedger`` those of a whole run. Where groups stay open from step to step, a step
+alone cannot balance: what it trains on was sampled before. So for each step
+
+    opening balance + sampled = sum of all accounts + closing balance
+
+in tokens, where the closing balance is counted among the open groups, never inferred; and over the run every number below
+``admitted`` is exactly one of trained, filtered, failed, stale and in flight.
+"""
 
 import math
 from collections import Counter

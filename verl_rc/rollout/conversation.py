@@ -1,6 +1,6 @@
-"""Conversations with tools, in the engine's process: every sample takes its turns at its own pace.
+"""Conversations with tools, in the engine's process: how a policy writes calls, and how answers come back to it.
 
-Sampled token ids are never encoded again from text.
+Every sample takes its turns at its own pace. Sampled token ids are never encoded again from text.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One forward pass over prompts and responses: log-probs, entropies or values of all response tokens."""
+"""One forward pass over prompts and responses, packed or padded: log-probs, entropies or values of all response tokens."""
 
 from dataclasses import dataclass
 from typing import Any

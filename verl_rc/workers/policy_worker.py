@@ -1,4 +1,4 @@
-"""One rank of the actor: scores tokens, updates the policy, sends its weights."""
+"""One rank of a policy: the actor scores tokens, updates its weights and sends them; the reference policy only scores."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What was sampled: how the step's batch was put together, where every token went, and how good held-out samples are."""
+"""What was sampled: how the batch was put together, where every token went, how old samples are, how good held-out ones are."""
 
 from verl_rc.metrics.catalog.spec import MetricSpec, spread
 
