@@ -4,19 +4,19 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from verl_rc.report.documents import causes, configuration, metrics, migration, presets
+from verl_rc.report.documents import configuration, migration, tables
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": configuration.render,
     "configs/reference.yaml": configuration.render_reference,
-    "docs/metrics.md": metrics.render,
+    "docs/metrics.md": tables.metrics_page,
     "docs/migration_from_verl.md": migration.render,
-    "docs/presets.md": presets.render,
+    "docs/presets.md": tables.presets_page,
 }
 """What writes each page, by its path in a checkout."""
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"docs/see_why.md": causes.render}
+TABLES: Mapping[str, Callable[[], str]] = {"docs/see_why.md": tables.causes_table}
 """What writes the table between two comments of a page that is written by hand, by the page's path."""
 
 _TABLE = re.compile(r"(?<=<!-- table written by verl-rc docs -->\n).*?(?=<!-- end of table -->)", re.DOTALL)

@@ -1,11 +1,11 @@
 """docs/presets.md says what the presets are."""
 
 from verl_rc.config.rollout_correction import PRESETS
-from verl_rc.report.documents.presets import effective_overrides, render
+from verl_rc.report.documents.tables import effective_overrides, presets_page
 
 
 def test_every_preset_has_one_row():
-    rows = [line for line in render().splitlines() if line.startswith("| `")]
+    rows = [line for line in presets_page().splitlines() if line.startswith("| `")]
     assert sorted(row.split("`")[1] for row in rows) == sorted(PRESETS)
 
 
