@@ -13,7 +13,7 @@ from verl_rc.driver.sample import as_rollouts, score
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.best_of_n import ValidationSample, summarise_samples
-from verl_rc.rollout.collect import check_versions
+from verl_rc.rollout.response import check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 

@@ -23,7 +23,7 @@ from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.rewards import RewardOutput
-from verl_rc.rollout.collect import build_rollout_batch, check_versions, sampled_mask
+from verl_rc.rollout.response import build_rollout_batch, check_versions, sampled_mask
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, request_seed
 
 _OVERLONG_COLUMNS = ("overlong_reward", "overlong")

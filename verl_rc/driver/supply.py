@@ -13,7 +13,7 @@ from verl_rc.data.groups import Group, GroupSample
 from verl_rc.data.samples import Samples
 from verl_rc.driver import weights
 from verl_rc.driver.announce import say
-from verl_rc.driver.group_requests import GroupRequests
+from verl_rc.driver.group_requests import GroupRequests, decide, join
 from verl_rc.driver.sample import (
     book_baselines,
     record_sampled,
@@ -22,7 +22,6 @@ from verl_rc.driver.sample import (
     too_few_informative,
     with_component_scores,
 )
-from verl_rc.driver.scored_groups import decide, join
 from verl_rc.driver.scoring import reward_metrics
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord

@@ -13,8 +13,7 @@ from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.metrics.trace import TRACE
 from verl_rc.ppo.choices import log_prob_limit
-from verl_rc.rollout.collect import build_rollout_batch, check_versions
-from verl_rc.rollout.response import Interrupted
+from verl_rc.rollout.response import Interrupted, build_rollout_batch, check_versions
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
 from verl_rc.weight_sync.proof import LogProbGap, check_receipts
 

@@ -8,7 +8,7 @@ import torch
 from verl_rc.data.dataset import PromptRow
 from verl_rc.data.groups import Group, GroupSample, GroupScores, completions, joined_samples, pack, unpack
 from verl_rc.data.parts import Answer, Part, parts_of
-from verl_rc.rollout.collect import build_rollout_batch
+from verl_rc.rollout.response import build_rollout_batch
 
 PAD = 0
 

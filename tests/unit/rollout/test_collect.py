@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_rc.data.batches import Completions, RolloutBatch
-from verl_rc.rollout.collect import build_rollout_batch, check_versions
+from verl_rc.rollout.response import build_rollout_batch, check_versions
 
 
 def make_completions(**changes: torch.Tensor) -> Completions:
