@@ -163,7 +163,7 @@ class EngineGroup:
         self._call_all("load_staged", version)
 
     def loaded(self) -> list[list[dict[str, Any]] | None]:
-        """For each engine a receipt per worker of the update last staged; None: it is not loaded. Raises ``EnginesLostError``."""
+        """Each engine's receipts, one per worker, of the update last staged; None: not loaded. Raises ``EnginesLostError``."""
         return self._call_all("loaded")
 
     def device_keys(self) -> list[str]:

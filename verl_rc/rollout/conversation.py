@@ -129,7 +129,7 @@ class Conversations:
 
     @classmethod
     def open(cls, options: ConversationOptions) -> "Conversations":
-        """With the tokenizer of ``options``. Raises like ``Conversations``."""
+        """Build it with the tokenizer of ``options``. Raises like ``Conversations``."""
         tokenizer = load_tokenizer(options.tokenizer_path, options.trust_remote_code)
         return cls(tokenizer, options.config, template_arguments(options.config, options.chat_template_kwargs))
 
@@ -164,7 +164,7 @@ class Conversations:
         return self._parse(text)[: self._config.max_parallel_calls]
 
     def _answer(self, calls: Sequence[ParsedCall]) -> list[str]:
-        """In a thread of the pool. Each has a caller of its own, which calls one tool at a time."""
+        """Answer calls in a thread of the pool. Each has a caller of its own, which calls one tool at a time."""
         if not hasattr(self._callers, "own"):
             self._callers.own = ToolCaller(self._config.tool_timeout_seconds)
         limit, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side

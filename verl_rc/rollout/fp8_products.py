@@ -86,7 +86,7 @@ def time_fp8_products() -> Fp8Timings:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """As vLLM's ``ChannelWiseTorchFP8ScaledMMLinearKernel`` calls it."""
+    """Compute the product as vLLM's ``ChannelWiseTorchFP8ScaledMMLinearKernel`` calls it."""
     one = torch.ones(1, dtype=torch.float32)  # while vLLM builds a model, its precision is the default
     return torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
 

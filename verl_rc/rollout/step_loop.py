@@ -372,7 +372,7 @@ class StepLoop(Generic[S]):
         return len(self._running) - self._ahead_running + away
 
     def _leave_batch(self, key: str, answer: "Future[Any]") -> None:
-        """Without the sample until ``answer`` has come; others may take its place."""
+        """Take the sample out until ``answer`` has come; others may take its place."""
         self._away[key] = self._no_longer_runs(key)
 
         def notify(_: "Future[Any]") -> None:
