@@ -129,6 +129,9 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "critic/sc')
     assert len(points(panels_of(tmp_path)[REWARD])) == 2
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('ore/mean": 0.5}')  # the line is whole now, but for its end
+    assert len(points(panels_of(tmp_path)[REWARD])) == 3
 
 
 def test_the_picture_is_a_png_of_readable_size_and_no_background(tmp_path):

@@ -28,8 +28,7 @@ def metrics_page() -> str:
 
 
 def _row(spec: MetricSpec) -> str:
-    formula = spec.formula.replace("|", "\\|")
-    return f"| `{spec.name}` | {spec.unit} | {formula} | {spec.healthy_in_words} | {spec.emitted_by} |\n"
+    return f"| `{spec.name}` | {spec.unit} | {_cell(spec.formula)} | {spec.healthy_in_words} | {spec.emitted_by} |\n"
 
 
 _PRESETS_HEAD = """\
@@ -70,5 +69,5 @@ def _cell(text: str) -> str:
 def causes_table() -> str:
     """The table of causes in docs/see_why.md: one row for each cause, in the order in which they are asked."""
     rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in CAUSES)
-    cells = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows)
+    cells = (" | ".join(map(_cell, row)) for row in rows)
     return "| row | if | cause | do |\n|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in cells)

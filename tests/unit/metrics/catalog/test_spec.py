@@ -48,6 +48,14 @@ def test_healthy_ranges_in_words(healthy, words):
     assert MetricSpec("a/b", "1", "", healthy=healthy).healthy_in_words == words
 
 
+def test_the_ends_of_a_healthy_range_are_numbers_or_refused():
+    bounded = MetricSpec("a/b", "1", "f", (None, 0.5))
+    assert bounded.highest_healthy == 0.5
+    for end in (lambda: bounded.lowest_healthy, lambda: MetricSpec("a/b", "1", "f").highest_healthy):
+        with pytest.raises(ValueError, match="'a/b' must have a healthy range that ends on that side"):
+            end()
+
+
 GOLDEN = Path(__file__).parents[3] / "golden"
 
 
