@@ -90,7 +90,7 @@ def test_a_stage_that_became_slow_is_named_once(said: list[str]) -> None:
     pace = pace.observed({"gen": 5.1, "adv": 0.001}, 3, PLACEMENT)
     assert len(said) == 1
     assert said[0].startswith("timing_s/gen took 5.1 s in step 3 and 0.50 s when it first ran. The load average is 9.0 on 2")
-    assert "engine uses 5 and a trainer rank 3" in said[0]
+    assert "an engine uses 5 of them and a trainer rank 3" in said[0]
     pace.observed({"gen": 50.0}, 4, PLACEMENT)
     assert len(said) == 1
 
