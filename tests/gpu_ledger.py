@@ -4,7 +4,7 @@ A call happens when it is submitted; what it needed at most is charged until its
 time add up. Sizes are those of a 7B model on 8 ranks, GiB.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -236,22 +236,36 @@ class LedgerWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {f"w{index}": (2,) for index in range(6)}
 
-    def gather(self, name: str) -> torch.Tensor:
+    def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[torch.Tensor]:
         assert "weights" in self.ledger.current.parts, "weights are gathered while they rest in host memory"
         self.ledger.use("layer", LAYER)
-        return torch.zeros(2)
+        return [torch.zeros(2, dtype=dtype) for _ in names]
 
 
-class LedgerBucket:
+class BucketMemory:
+    """Memory until the last reference is gone."""
+
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+        self.owner = ledger.current
         ledger.take("bucket", BUCKET)
+
+    def __del__(self) -> None:
+        self.owner.parts.pop("bucket")
+        self.owner.cached += BUCKET
+
+
+class LentBucket:
+    """In that memory, which it refers to."""
+
+    def __init__(self, parts: Iterable[torch.Tensor], memory: BucketMemory) -> None:
+        assert list(parts)
+        self.memory: BucketMemory | None = memory
 
     def export(self) -> str:
         return "handle"
 
     def release(self) -> None:
-        self.ledger.free("bucket")
+        self.memory = None
 
 
 class LedgerEngine:
@@ -453,7 +467,8 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(remote.RemoteProcess, "_start", start_named)
     monkeypatch.setattr(remote, "end_process", lambda process: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", ledger.empty_cache)
-    monkeypatch.setattr(sender, "share_bucket", lambda specs, parts, device: (list(parts), LedgerBucket(ledger))[1])
+    monkeypatch.setattr(sender, "share_bucket", lambda specs, parts, memory: LentBucket(parts, memory))
+    monkeypatch.setattr(WeightSender, "_memory_of_a_bucket", lambda _: BucketMemory(ledger))
     monkeypatch.setattr(
         sender, "device_key", lambda device: f"GPU-{ledger.current.gpus[0]}" if device.type == "cuda" else "cpu@host"
     )

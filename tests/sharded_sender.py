@@ -25,6 +25,20 @@ class ShardedRank:
     def num_buckets(self) -> int:
         return self.sender.num_buckets
 
+    def count_gathers(self) -> None:
+        """Note the bytes that this rank gives to each collective from now on."""
+        self.gathered: list[int] = []
+        gather = dist.all_gather_single
+
+        def counted(everyone: Any, mine: Any, group: Any) -> None:
+            self.gathered.append(mine.nbytes)
+            gather(everyone, mine, group=group)
+
+        dist.all_gather_single = counted
+
+    def gathers(self) -> list[int]:
+        return self.gathered
+
     def local_elements(self) -> int:
         return sum(p.to_local().numel() for p in self.model.parameters())
 

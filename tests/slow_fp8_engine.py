@@ -10,6 +10,7 @@ from verl_rc.rollout import fp8_products
 from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.engine_worker import MeasuredFp8Kernel
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions
+from verl_rc.rollout.vllm_sampler import VllmSampler
 
 SECONDS_PER_MULTIPLICATION = 180e-9
 """Measured on such a CPU: 4.5 s for 256 x 192 x 512."""
@@ -52,3 +53,13 @@ class SlowFp8Engine(RolloutEngine):
         for kernel in self.kernels:
             kernel._implementation = fp8_products.IMPLEMENTATIONS["PyTorch's choice"]
         self.reset_prefix_cache()
+
+    def rename_scales(self, name: str) -> None:
+        """As other kinds of quantisation call them."""
+
+        def rename(sampler: VllmSampler) -> None:
+            for module in sampler.weight_receiver().model.modules():
+                if hasattr(module, "weight_scale"):
+                    module.register_parameter(name, torch.nn.Parameter(module.weight_scale.data, requires_grad=False))
+
+        self._loop.call(rename)

@@ -27,7 +27,7 @@ class Lender:
 
     def lend(self, values: list[float]) -> str:
         part = torch.tensor(values)
-        self.bucket = share_bucket([TensorSpec("w", "float32", tuple(part.shape))], [part], CPU)
+        self.bucket = share_bucket([TensorSpec("w", "float32", tuple(part.shape))], [part])
         return str(self.bucket.export())
 
 

@@ -26,9 +26,10 @@ def test_every_bucket_arrives_and_none_stays(borrower: OtherProcess) -> None:
     values = (torch.arange(NUM_ELEMENTS) % 251).bfloat16()
     before = torch.cuda.memory_allocated(device)
     for factor in (1, 2, 3):
-        bucket = share_bucket(SPECS, [(factor * values).to(device)], device)
+        memory = torch.empty(2 * NUM_ELEMENTS, dtype=torch.uint8, device=device)
+        bucket = share_bucket(SPECS, [(factor * values).to(device)], memory)
         handle = BucketHandle(SPECS, {device_key(device): bucket.export()})
         assert borrower.call("copied", handle, "cuda:0") == (factor * values).float().tolist()
         bucket.release()
-        del bucket, handle
+        del bucket, handle, memory
         assert torch.cuda.memory_allocated(device) == before

@@ -31,3 +31,19 @@ def test_it_takes_the_fast_way_with_the_same_numbers(task: dict[str, Path]) -> N
     finally:
         engine.end()
     assert (log_probs < 0).all()
+
+
+def test_an_update_must_fill_what_a_checkpoint_fills(task: dict[str, Path]) -> None:
+    """C3: not the scales that quantisation derives, whatever their name: a block's is ``weight_scale_inv``."""
+    options = EngineOptions(str(task["model"]), "bfloat16", max_model_len=96, response_width=12, arguments=ARGUMENTS)
+    engine = OtherProcess("slow_fp8_engine:SlowFp8Engine", engine_environment(1, "cpu", one_node=True), options=options)
+    try:
+        engine.call("rename_scales", "weight_scale_inv")
+        engine.call("begin_update")
+        (receipt,) = engine.call("finish_update", 1)
+    finally:
+        engine.end()
+    expected = receipt["not_loaded"]  # nothing was loaded
+    assert "model.layers.0.self_attn.qkv_proj.weight" in expected
+    assert "model.embed_tokens.weight" in expected
+    assert not [name for name in expected if "scale" in name]

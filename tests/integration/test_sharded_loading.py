@@ -20,7 +20,7 @@ from verl_rc.distributed.fsdp import shard_model, transformer_layers
 from verl_rc.distributed.process_group import DeviceMesh, RankAddress, join_trainer_group, leave_trainer_group
 from verl_rc.workers.forward import ForwardOptions, score_tokens, score_values
 from verl_rc.workers.language_model import load_causal_lm, load_value_model
-from verl_rc.workers.lora import add_adapters
+from verl_rc.workers.lora import MergedWeights, add_adapters
 
 Found = dict[str, Any]
 MIB = 1 << 20
@@ -94,6 +94,23 @@ def shards_and_scores(module: nn.Module, mesh: DeviceMesh, case: Case) -> dict[s
     return found
 
 
+def merged_weights(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What engines get of a model with adapters: gathered after merging, and merged after gathering."""
+    config = ModelConfig(path="m", lora_rank=2, lora_alpha=6)
+    for name, parameter in module.named_parameters():
+        if ".lora_B" in name:
+            nn.init.normal_(parameter.detach())
+    weights = MergedWeights(module, config)
+    whole = {name: parameter.detach().full_tensor() for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
+    expected = []
+    for name in weights.shapes():
+        plain = next(own for own in whole if own.removeprefix("base_model.model.").replace(".base_layer.", ".") == name)
+        first, second = (whole.get(plain.replace(".base_layer.", f".lora_{factor}.default.")) for factor in "AB")
+        is_adapted = ".base_layer." in plain and first is not None and second is not None
+        expected.append((whole[plain] + 3.0 * second @ first if is_adapted else whole[plain]).bfloat16())
+    return weights.gather(list(weights.shapes()), torch.bfloat16), expected
+
+
 @contextmanager
 def peak_memory(found: Found, name: str) -> Iterator[None]:
     """The most memory that the block adds, without pages of files, which the kernel can take back."""
@@ -125,6 +142,8 @@ def run_rank(rank: int, root: Path, port: int) -> None:
     for name, case in CASES.items():
         module = case.load(root, mesh)
         found[name] = shards_and_scores(module, mesh, case)
+        if case.lora_rank:
+            found["merged"], found["merged, whole"] = merged_weights(module)
         found["weights in files"] = found.get("weights in files", 0) + Path("/proc/self/maps").read_text().count(".safetensors")
         del module
         found[f"{name}, whole"] = shards_and_scores(case.load(root, None), mesh, case)
@@ -164,6 +183,13 @@ def test_shards_equal_those_of_a_model_that_was_loaded_whole(found: list[Found],
     table = next(name for name in first if name.endswith("embed_tokens.weight"))
     assert (len(first[table]), len(second[table])) == (15, 14)  # the vocabulary is odd
     assert first["scores"].any() == (case != "critic from a policy")  # whose head starts at 0
+
+
+def test_adapters_are_merged_into_the_weights_that_engines_get(found: list[Found]) -> None:
+    for rank in found:
+        assert len(rank["merged"]) == len(rank["merged, whole"]) > 20
+        for merged, expected in zip(rank["merged"], rank["merged, whole"], strict=True):
+            torch.testing.assert_close(merged.float(), expected.float(), rtol=1e-2, atol=1e-6)
 
 
 def test_tied_embeddings_are_one_parameter(found: list[Found]) -> None:

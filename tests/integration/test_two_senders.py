@@ -16,11 +16,14 @@ def test_two_ranks_gather_and_one_of_them_lends(tmp_path: Path) -> None:
     received: dict[str, torch.Tensor] = {}
     try:
         assert [rank.call("local_elements") for rank in started] != [43, 43]
+        _call_together(started, "count_gathers", [(), ()])
         for index in range(started[0].call("num_buckets")):
             handles = _call_together(started, "offer", [(index, False), (index, True)])
             assert handles[0].by_device == {}
             received |= copied_tensors(BucketHandle.merged(handles))
         receipts = _call_together(started, "release", [(), ()])
+        # D2: a collective a bucket, in the precision of the wire. Of 4 x 6, 4, 3 x 4 and 3 weights a rank gives half, whole rows.
+        assert _call_together(started, "gathers", [(), ()]) == [[2 * (12 + 2), 2 * (8 + 2)]] * 2
     finally:
         for rank in started:
             rank.end()

@@ -75,9 +75,10 @@ class ActorGroup(RankGroup):
         """Gather one bucket on all ranks and share it on those that ``offers`` selects; each answer is a handle."""
         return [rank.call("offer_bucket", index, share) for rank, share in zip(self._ranks, offers, strict=True)]
 
-    def release_bucket(self) -> list[Pending]:
-        """Release the last bucket; the first answer is the sender's receipt."""
-        return [rank.call("release_bucket") for rank in self._ranks]
+    def release_bucket(self, interrupted: bool) -> list[Pending]:
+        """Release the last bucket, of an update that an engine's loss may have ``interrupted``; the first answer is the sender's
+        receipt."""
+        return [rank.call("release_bucket", interrupted) for rank in self._ranks]
 
 
 class CriticGroup(RankGroup):

@@ -115,16 +115,18 @@ class IpcTransport:
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""
+        interrupted = True
         try:
             self._engines.begin_update()
             for index in range(self._num_buckets):
                 handles = wait_for_all(self._actor.offer_bucket(index, self._offers))
                 self._engines.load_bucket(BucketHandle.merged(handles))
+            interrupted = False
         except EnginesLostError:
             self._engines.abandon_update()
             raise
         finally:
-            sent = wait_for_all(self._actor.release_bucket())[0]
+            sent = wait_for_all(self._actor.release_bucket(interrupted))[0]
         return sent, _receipts(self._engines.finish_update(version))
 
     def stage(self, version: int) -> None:

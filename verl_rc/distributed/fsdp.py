@@ -1,9 +1,10 @@
 """FSDP2: sharded fp32 master weights, a compute dtype, and gathering whole tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -84,6 +85,46 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
             f"sharding needs a model class that names its decoder layers in _no_split_modules, got {type(model).__name__}."
         )
     return layers
+
+
+def gather_full_tensors(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Whole tensors behind shards, detached, in ``dtype``; one collective for all that are sharded, of values already cast."""
+    shards = [tensor.detach() for tensor in tensors]
+    sharded = [shard for shard in shards if isinstance(shard, DTensor) and shard.device_mesh.size() > 1]
+    gathered = iter(_gather(sharded, dtype) if sharded else [])
+    return [
+        next(gathered)
+        if isinstance(shard, DTensor) and shard.device_mesh.size() > 1
+        else (shard.to_local() if isinstance(shard, DTensor) else shard).to(dtype)
+        for shard in shards
+    ]
+
+
+def _gather(shards: Sequence[DTensor], dtype: torch.dtype) -> list[Tensor]:
+    """Of one mesh, all cut along their first dimension."""
+    mesh = shards[0].device_mesh
+    ranks = mesh.size()
+    rows = [-(-shard.shape[0] // ranks) for shard in shards]  # the last ranks may have fewer, or none
+    sizes = [count * shard.shape[1:].numel() for count, shard in zip(rows, shards, strict=True)]
+    mine = torch.zeros(sum(sizes), dtype=dtype, device=shards[0].to_local().device)
+    for shard, part in zip(shards, mine.split(sizes), strict=True):
+        local = shard.to_local().reshape(-1)
+        part[: local.numel()].copy_(local)
+    everyone = torch.empty(ranks * mine.numel(), dtype=dtype, device=mine.device)
+    # As bytes: gloo does not know every type of number.
+    dist.all_gather_single(everyone.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())
+    parts = everyone.view(ranks, -1).split(sizes, dim=1)
+    return [part.reshape(-1, *shard.shape[1:])[: shard.shape[0]] for part, shard in zip(parts, shards, strict=True)]
+
+
+def add_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """``weight + scale * left @ right`` in fp32, detached; where ``weight`` and ``left`` are shards, on this rank's rows."""
+    if not isinstance(weight, DTensor):
+        return weight.detach().float() + scale * (left.detach().float() @ right)
+    assert isinstance(left, DTensor)
+    rows = weight.detach().to_local().float() + scale * (left.detach().to_local().float() @ right)
+    size = {"shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(rows, weight.device_mesh, weight.placements, run_check=False, **size)
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:

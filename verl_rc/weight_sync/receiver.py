@@ -19,8 +19,8 @@ from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.weight_sync.shared_bucket import BucketHandle, copy_bucket, device_key
 from verl_rc.weight_sync.transfer_group import (
     TRANSFER_TIMEOUT_SECONDS,
-    Group,
     TransferAddress,
+    TransferGroup,
     broadcast_from_sender,
     join_transfer_group,
 )
@@ -64,12 +64,12 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Take the arguments that vLLM passes to every weight-transfer engine."""
         super().__init__(*arguments, **options)
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._updating = False
         self.digests: dict[str, int] = {}
         self.loaded: set[str] = set()
-        # Scales are derived from weights by online quantisation; no tensor of the update fills them.
-        self.expected = {name for name, _ in self.model.named_parameters() if not name.endswith("_scale")}
+        self.expected: set[str] = set()
+        """Parameters that the update must fill."""
 
     def init_transfer_engine(self, init_info: ReceiverAddress) -> None:
         """Join the transfer group; lent buckets need none."""
@@ -88,6 +88,9 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         self.digests, self.loaded = {}, set()
         self._updating = True
         initialize_layerwise_reload(self.model)
+        # In loadable form, without what online quantisation derives from weights, under whatever name; but with the scales of an
+        # fp8 cache, which only some checkpoints have.
+        self.expected = {name for name, _ in self.model.named_parameters() if not name.endswith("_scale")}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one request."""
@@ -112,6 +115,7 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         for bucket in Manifest.from_plain(update_info.manifest).buckets(update_info.bucket_bytes):
             num_elements = sum(spec.num_elements for spec in bucket)
             flat = torch.empty(num_elements, dtype=bucket[0].torch_dtype, device=self.device)
+            assert self._group is not None
             broadcast_from_sender(self._group, flat)
             yield bucket, flat
 

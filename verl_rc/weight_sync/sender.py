@@ -1,22 +1,32 @@
 """The sending end of a weight update: gather, cast to the wire dtype, digest, then broadcast or lend."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from verl_rc.distributed.fsdp import gather_full_tensor
+from verl_rc.distributed.fsdp import gather_full_tensors
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec, tensor_digest
-from verl_rc.weight_sync.shared_bucket import BucketHandle, SharedBucket, device_key, share_bucket
+from verl_rc.weight_sync.shared_bucket import (
+    BucketHandle,
+    SharedBucket,
+    device_key,
+    fill,
+    share_bucket,
+    without_expandable_segments,
+)
 from verl_rc.weight_sync.transfer_group import (
-    Group,
     TransferAddress,
     TransferBrokenError,
+    TransferGroup,
     broadcast_from_sender,
     join_transfer_group,
 )
+
+_GATHERED_BYTES = 512 << 20
+"""Weights that one collective gathers: a layer of a 7B model in bf16."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +43,8 @@ class WeightSource(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight's name and shape, in the order in which they are sent."""
 
-    def gather(self, name: str) -> Tensor:
-        """One whole weight, detached; collective over the trainer ranks."""
+    def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
+        """These weights, whole, detached and cast before they travel; collective over the trainer ranks."""
 
 
 class ModelWeights:
@@ -48,9 +58,9 @@ class ModelWeights:
         """Every parameter's name and whole shape."""
         return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
 
-    def gather(self, name: str) -> Tensor:
-        """One whole parameter; collective over the trainer ranks."""
-        return gather_full_tensor(self._model.get_parameter(name)).detach()
+    def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
+        """Whole parameters; collective over the trainer ranks."""
+        return gather_full_tensors([self._model.get_parameter(name) for name in names], dtype)
 
 
 class WeightSender:
@@ -69,8 +79,11 @@ class WeightSender:
         self._rank = rank
         self._device = device
         self._bucket_bytes = bucket_bytes
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._lent: SharedBucket | None = None
+        self._memory: Tensor | None = None
+        """Of a GPU, that buckets are lent in."""
+        self._keeps_memory = False
         self._digests: dict[str, int] = {}
         self.manifest = Manifest(
             tuple(TensorSpec(name, wire_dtype, shape) for name, shape in weights.shapes().items())
@@ -88,14 +101,15 @@ class WeightSender:
         notice, and gathers the remaining tensors with the other ranks. ``join`` opens another group.
         """
         self._digests = {}
-        broken = None
-        for bucket in self.manifest.buckets(self._bucket_bytes):
-            # Rank 0 goes on gathering after a failure: full_tensor() is a collective that the other ranks wait in.
-            if self._group is None:
+        broken, memory = None, None if self._group is None else self._memory_of_a_bucket()
+        for bucket in self._buckets():
+            # Rank 0 goes on gathering after a failure: that is a collective which the other ranks wait in.
+            if self._group is None or memory is None:
                 self._gather_only(bucket)
                 continue
             # One broadcast a bucket: with gloo, 1 MB a broadcast took twice as long as 64 MB.
-            wire = torch.cat(list(self._wire_tensors(bucket)))
+            wire = memory.view(bucket[0].torch_dtype)[: sum(spec.num_elements for spec in bucket)]
+            fill(wire, self._wire_tensors(bucket))
             try:
                 broadcast_from_sender(self._group, wire)
             except TransferBrokenError as error:
@@ -117,26 +131,40 @@ class WeightSender:
     def offer(self, index: int, share: bool) -> BucketHandle:
         """Lend bucket ``index`` in memory of this rank's device; collective over the trainer ranks.
 
-        A rank with ``share=False`` only takes part in gathering. The previous bucket is freed first, so the engines must
-        have copied it: extra memory is one bucket at most.
+        A rank with ``share=False`` only takes part in gathering. The engines must have copied the previous bucket, whose memory
+        is used again: extra memory is one bucket at most.
         """
         if index == 0:
             self._digests = {}
+        if share and self._memory is None and self._device.type != "cpu":
+            self._memory = self._memory_of_a_bucket()
         self._release_bucket()
         bucket = self._buckets()[index]
         if not share:
             self._gather_only(bucket)
             return BucketHandle(tuple(bucket), {})
-        self._lent = share_bucket(bucket, self._wire_tensors(bucket), self._device)
+        self._lent = share_bucket(bucket, self._wire_tensors(bucket), self._memory)
         return BucketHandle(tuple(bucket), {self.device_key(): self._lent.export()})
 
-    def release(self) -> SendReceipt:
-        """Free the last bucket, after a complete or an interrupted update. The receipt lists what was offered."""
+    def release(self, interrupted: bool = False) -> SendReceipt:
+        """Free the last bucket, after a complete or an ``interrupted`` update. The receipt lists what was offered.
+
+        An engine that died in an update never returns the bucket that it mapped: its memory is kept for all later updates.
+        """
         self._release_bucket()
+        self._keeps_memory = self._keeps_memory or interrupted
+        if not self._keeps_memory:
+            self._memory = None
         return self._receipt()
 
     def _buckets(self) -> list[list[TensorSpec]]:
         return list(self.manifest.buckets(self._bucket_bytes))
+
+    def _memory_of_a_bucket(self) -> Tensor:
+        """uint8, for the largest bucket."""
+        size = max(sum(spec.num_bytes for spec in bucket) for bucket in self._buckets())
+        with without_expandable_segments():
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _release_bucket(self) -> None:
         if self._lent is not None:
@@ -149,12 +177,14 @@ class WeightSender:
 
     def _wire_tensors(self, bucket: list[TensorSpec]) -> Iterator[Tensor]:
         """The bucket's tensors, whole, flat and in the wire dtype, one at a time; rank 0 notes their digests."""
-        for spec in bucket:
-            # Cast before the digest: the engine can only digest what it receives.
-            wire = self._weights.gather(spec.name).reshape(-1).to(spec.torch_dtype)
-            if self._rank == 0:
-                self._digests[spec.name] = tensor_digest(wire)
-            yield wire
+        for together in Manifest(tuple(bucket)).buckets(_GATHERED_BYTES):
+            weights = self._weights.gather([spec.name for spec in together], bucket[0].torch_dtype)
+            for spec, weight in zip(together, weights, strict=True):
+                wire = weight.reshape(-1)
+                # Of what is sent: the engine can only digest what it receives.
+                if self._rank == 0:
+                    self._digests[spec.name] = tensor_digest(wire)
+                yield wire
 
     def _receipt(self) -> SendReceipt:
         num_bytes = sum(spec.num_bytes for spec in self.manifest.tensors if spec.name in self._digests)

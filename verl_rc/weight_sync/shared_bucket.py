@@ -6,7 +6,8 @@ all: the trainer's rank lends a bucket, the engine's worker copies what it needs
 
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -119,10 +120,9 @@ class HostBucket:
 class CudaBucket:
     """Memory of this process's GPU, exported by CUDA IPC."""
 
-    def __init__(self, tensors: Sequence[TensorSpec], device: torch.device) -> None:
-        """Allocate the memory."""
-        num_elements = sum(spec.num_elements for spec in tensors)
-        self.flat = torch.empty(num_elements, dtype=tensors[0].torch_dtype, device=device)
+    def __init__(self, tensors: Sequence[TensorSpec], memory: Tensor) -> None:
+        """In ``memory``, uint8 on the GPU, which may have been another bucket's."""
+        self.flat = memory.view(tensors[0].torch_dtype)[: sum(spec.num_elements for spec in tensors)]
 
     def export(self) -> CudaIpcHandle:
         """A fresh export, once everything written has arrived in memory."""
@@ -138,14 +138,36 @@ class CudaBucket:
         torch.cuda.ipc_collect()
 
 
-def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], device: torch.device) -> SharedBucket:
-    """Lend ``parts`` (flat, in the order and dtype of ``tensors``) in shared memory of ``device``."""
-    bucket: SharedBucket = HostBucket(tensors) if device.type == "cpu" else CudaBucket(tensors, device)
+@contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """What is allocated inside can be shared with another process.
+
+    Memory of PyTorch's expandable segments is shared through a system call that containers forbid.
+    """
+    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if "expandable_segments:True" not in settings:
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     try:
-        start = 0
-        for part in parts:
-            bucket.flat[start : start + part.numel()].copy_(part)
-            start += part.numel()
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def fill(flat: Tensor, parts: Iterable[Tensor]) -> None:
+    """Copy ``parts``, flat as well, one behind the other into ``flat``."""
+    start = 0
+    for part in parts:
+        flat[start : start + part.numel()].copy_(part)
+        start += part.numel()
+
+
+def share_bucket(tensors: Sequence[TensorSpec], parts: Iterable[Tensor], memory: Tensor | None = None) -> SharedBucket:
+    """Lend ``parts`` (flat, in the order and dtype of ``tensors``) in ``memory`` of a GPU, or else in shared host memory."""
+    bucket: SharedBucket = HostBucket(tensors) if memory is None else CudaBucket(tensors, memory)
+    try:
+        fill(bucket.flat, parts)
     # Also at KeyboardInterrupt: a segment of shared memory would outlive the process.
     except BaseException:
         bucket.release()

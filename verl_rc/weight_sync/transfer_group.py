@@ -1,16 +1,17 @@
 """The process group that carries weights: beside, never through, the default groups of trainer and engine."""
 
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl_rc.distributed.process_group import open_store
 
-Group = Any
-"""A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``: torch's stubs know neither as a ``ProcessGroup`` nor their options."""
+_POLL_SECONDS = 0.001
 TRANSFER_TIMEOUT_SECONDS = 120.0
 """How long a member waits for the others to join, and for one broadcast: members join when all of them are built, and a bucket
 takes seconds, so that whoever takes longer is gone."""
@@ -31,7 +32,17 @@ class TransferAddress:
     timeout_seconds: float = TRANSFER_TIMEOUT_SECONDS
 
 
-def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Group:
+@dataclass(frozen=True)
+class TransferGroup:
+    """A joined group."""
+
+    process_group: Any
+    """A ``ProcessGroupGloo`` or ``ProcessGroupNCCL``: torch's stubs know neither as a ``ProcessGroup`` nor their options."""
+    backend: str
+    timeout_seconds: float
+
+
+def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> TransferGroup:
     """Join as ``rank`` (0 is the sender); blocks until all ``world_size`` members have come.
 
     Built by hand on its own store, because the engine's process has a default group of its own that must not be
@@ -47,20 +58,42 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Gr
         options._timeout = timeout
         # init_process_group would add a device; a group built by hand without one is refused.
         options._devices = [gloo.create_default_device()]
-        return gloo(store, rank, address.world_size, options)
+        return TransferGroup(gloo(store, rank, address.world_size, options), backend, address.timeout_seconds)
     if backend == "nccl":
         nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout  # the default is ten minutes
-        return dist.ProcessGroupNCCL(store, rank, address.world_size, nccl_options)
+        # After this time torch's watchdog kills the process: only if the deadline of ``broadcast_from_sender`` has no effect.
+        nccl_options._timeout = 2 * timeout
+        nccl = dist.ProcessGroupNCCL(store, rank, address.world_size, nccl_options)
+        group = TransferGroup(nccl, backend, address.timeout_seconds)
+        # NCCL connects in the first collective and waits for members that have died since; here all of them have just come.
+        broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
+        return group
     raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
 
 
-def broadcast_from_sender(group: Group, tensor: Tensor) -> None:
-    """Broadcast ``tensor`` in place from rank 0 and wait for it. Raises ``TransferBrokenError`` when a member is gone."""
+def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:
+    """Broadcast ``tensor`` in place from rank 0 and wait for it.
+
+    Raises ``TransferBrokenError`` when a member is gone, or does not take part within the group's ``timeout_seconds``.
+    """
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
     try:
-        group.broadcast([tensor], options).wait()
+        work = group.process_group.broadcast([tensor], options)
+        if group.backend == "nccl":
+            _wait_until_completed(group, work)
+        # Of NCCL wait() orders streams and raises what has failed; of gloo it waits, at most for the group's timeout.
+        work.wait()
     except RuntimeError as error:
         raise TransferBrokenError(f"the weights did not get from the trainer to every engine: {error}") from error
+
+
+def _wait_until_completed(group: TransferGroup, work: Any) -> None:
+    """Wait for a collective of NCCL, whose ``wait`` does not; raises ``RuntimeError`` after the deadline, the group aborted."""
+    deadline = time.monotonic() + group.timeout_seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            group.process_group.abort()  # its kernel would wait on the device for ever
+            raise RuntimeError(f"a member did not take part within {group.timeout_seconds:g} s")
+        time.sleep(_POLL_SECONDS)

@@ -1,14 +1,15 @@
 """LoRA adapters in the actor: adding them, switching them off, and merging them into the weights that engines get."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from verl_rc.config.models import ModelConfig
-from verl_rc.distributed.fsdp import whole_parameters, without_memory
+from verl_rc.distributed.fsdp import add_product, gather_full_tensors, whole_parameters, without_memory
 from verl_rc.weight_sync.sender import ModelWeights
 
 _ADAPTER = "default"
@@ -63,7 +64,7 @@ class MergedWeights:
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         """Find weights and adapters of ``model``, which ``add_adapters`` made."""
         names = [name for name, _ in model.named_parameters()]
-        self._here = ModelWeights(model)
+        self._model = model
         self._scale = config.lora_alpha / config.lora_rank
         self._weights = {_plain(name): name for name in names if ".lora_" not in name}
         self._adapters: dict[str, tuple[str, str]] = {}
@@ -74,18 +75,21 @@ class MergedWeights:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight's name and shape, in the model's order."""
-        shapes = self._here.shapes()
+        shapes = ModelWeights(self._model).shapes()
         return {plain: shapes[name] for plain, name in self._weights.items()}
 
-    def gather(self, name: str) -> Tensor:
-        """The whole weight, ``W + lora_alpha / lora_rank * B @ A`` in fp32 where it has an adapter; collective."""
-        weight = self._here.gather(self._weights[name])
-        if name not in self._adapters:
-            return weight
-        # Both factors are gathered on every rank and in the same order, since each gather is a collective.
-        first, second = (self._here.gather(factor).float() for factor in self._adapters[name])
-        # Added in float32 and rounded once, by the sender's cast to the wire dtype.
-        return weight.float() + self._scale * (second @ first)
+    def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[Tensor]:
+        """Whole weights, ``W + lora_alpha / lora_rank * B @ A`` in fp32 where they have adapters; collective."""
+        adapted = [name for name in names if name in self._adapters]
+        # Each rank merges the rows of its shard, for which it needs all of A; they are rounded once, when they are gathered.
+        firsts = gather_full_tensors([self._model.get_parameter(self._adapters[name][0]) for name in adapted], torch.float32)
+        merged = {name: self._merged(name, first) for name, first in zip(adapted, firsts, strict=True)}
+        parameters = [merged.get(name, self._model.get_parameter(self._weights[name])) for name in names]
+        return gather_full_tensors(parameters, dtype)
+
+    def _merged(self, name: str, first: Tensor) -> Tensor:
+        weight, second = (self._model.get_parameter(own) for own in (self._weights[name], self._adapters[name][1]))
+        return add_product(weight, second, first, self._scale)
 
 
 def _plain(name: str) -> str:

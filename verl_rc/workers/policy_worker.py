@@ -251,10 +251,10 @@ class PolicyWorker(Learner):
             self._weights_in_use.enter_context(self.model.in_use())
         return self._sender.offer(index, share)
 
-    def release_bucket(self) -> SendReceipt:
-        """Free the last bucket, which ends the update."""
+    def release_bucket(self, interrupted: bool) -> SendReceipt:
+        """Free the last bucket, which ends the update; ``interrupted`` by the loss of an engine."""
         with self._weights_in_use:  # the bucket is freed first, so that its memory is given back too
-            return self._sender.release()
+            return self._sender.release(interrupted)
 
 
 class ReferenceWorker:

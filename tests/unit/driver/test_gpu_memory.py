@@ -43,7 +43,12 @@ def test_a_run_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: 
     assert ledger.events.count("actor rank 7 update") == 2
 
 
-@pytest.mark.parametrize("overrides", [(*OFFLOADED, FULL), ALL_ROLES], ids=["offloaded, full", "all roles"])
+@pytest.mark.parametrize(
+    "overrides",
+    # A bucket stays with the rank whose engine died with it.
+    [(*OFFLOADED, f"{ROLLOUT}.gpu_memory_utilization=0.87"), (*ALL_ROLES, f"{ROLLOUT}.gpu_memory_utilization=0.58")],
+    ids=["offloaded", "all roles"],
+)
 @pytest.mark.parametrize(
     "death",
     [("collect", 1), ("collect", 2), ("load_bucket", 2), ("load_bucket", 5), ("sleep", 2), ("finish_update", 2)],
@@ -116,9 +121,9 @@ def engines_stay_awake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rested_before_the_bucket_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def release(rank: PolicyWorker) -> Any:
+    def release(rank: PolicyWorker, interrupted: bool) -> Any:
         rank._weights_in_use.close()
-        return rank._sender.release()
+        return rank._sender.release(interrupted)
 
     monkeypatch.setattr(PolicyWorker, "release_bucket", release)
 

@@ -1,6 +1,7 @@
 """A sender lends an update bucket by bucket: whole tensors, one bucket at a time, digests of all of them."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,9 +67,9 @@ def test_a_broken_group_is_left_but_gathering_goes_on_to_the_end(sender: WeightS
         if group == "of the dead":
             raise TransferBrokenError("gone")
 
-    def counted(name: str) -> torch.Tensor:
-        gathered.append(name)
-        return gather(name)
+    def counted(names: list[str], dtype: torch.dtype) -> list[torch.Tensor]:
+        gathered.extend(names)
+        return gather(names, dtype)
 
     monkeypatch.setattr("verl_rc.weight_sync.sender.broadcast_from_sender", broadcast)
     monkeypatch.setattr(sender._weights, "gather", counted)
@@ -81,3 +82,37 @@ def test_a_broken_group_is_left_but_gathering_goes_on_to_the_end(sender: WeightS
     sender._group = "of the living"
     assert set(sender.send().digests) == set(sender.manifest.names)
     assert sent == ["of the dead", "of the living", "of the living"]
+
+
+def test_an_update_is_sent_from_the_memory_of_one_bucket(sender: WeightSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2, D4: what is sent is right, and lies where the bucket before lay."""
+    sent: list[tuple[int, list[float]]] = []
+
+    def broadcast(group: str, wire: torch.Tensor) -> None:
+        sent.append((wire.data_ptr(), wire.float().tolist()))
+
+    monkeypatch.setattr("verl_rc.weight_sync.sender.broadcast_from_sender", broadcast)
+    sender._group = "there"
+    sender.send()
+    assert len({place for place, _ in sent}) == 1
+    expected = torch.cat([part.flatten() for part in expected_parts().values()]).float().tolist()
+    assert [value for _, values in sent for value in values] == expected
+
+
+def test_memory_that_a_dead_engine_never_returns_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D4: after an update that broke off, the bucket's memory is kept; before, it is freed with each update."""
+    made: list[torch.Tensor] = []
+    sender = WeightSender(ModelWeights(linear_stack()), 0, torch.device("cuda"), "bfloat16", bucket_bytes=64)
+    monkeypatch.setattr(sender, "_memory_of_a_bucket", lambda: made.append(torch.empty(64, dtype=torch.uint8)) or made[-1])
+    lent = SimpleNamespace(export=lambda: None, release=lambda: None)
+    places: list[int] = []
+    monkeypatch.setattr(
+        "verl_rc.weight_sync.sender.share_bucket", lambda _, parts, memory: places.append(id(memory)) or (list(parts) and lent)
+    )
+    monkeypatch.setattr("verl_rc.weight_sync.sender.device_key", lambda _: "gpu")
+    for interrupted, count in ((False, 1), (True, 2), (False, 2), (False, 2)):
+        sender.offer(0, share=True)
+        sender.offer(1, share=True)
+        sender.release(interrupted)
+        assert len(made) == count
+        assert places[-2:] == [id(made[-1])] * 2

@@ -50,7 +50,7 @@ def handle_of(bucket: SharedBucket, specs: tuple[TensorSpec, ...] = SPECS) -> Bu
 
 def test_another_process_copies_what_was_lent_again_and_again(borrower: OtherProcess) -> None:
     for factor in (1.0, 2.0):
-        bucket = share_bucket(SPECS, [factor * part for part in PARTS], CPU)
+        bucket = share_bucket(SPECS, [factor * part for part in PARTS])
         handle = handle_of(bucket)
         assert borrower.call("copied", handle) == [factor * value for value in VALUES]
         assert borrower.call("copied", handle) == [factor * value for value in VALUES]
@@ -60,7 +60,7 @@ def test_another_process_copies_what_was_lent_again_and_again(borrower: OtherPro
 
 
 def test_a_copy_outlives_the_lent_memory_and_cannot_change_it() -> None:
-    bucket = share_bucket(SPECS, PARTS, CPU)
+    bucket = share_bucket(SPECS, PARTS)
     first = copy_bucket(handle_of(bucket), CPU)
     first += 1
     second = copy_bucket(handle_of(bucket), CPU)
@@ -69,7 +69,7 @@ def test_a_copy_outlives_the_lent_memory_and_cannot_change_it() -> None:
 
 
 def test_a_borrower_that_dies_leaves_the_memory_to_the_lender() -> None:
-    bucket = share_bucket(SPECS, PARTS, CPU)
+    bucket = share_bucket(SPECS, PARTS)
     borrower = get_context("fork").Process(target=Borrower().die_after_reading, args=(handle_of(bucket),))
     borrower.start()
     borrower.join(120)
@@ -97,7 +97,7 @@ def test_a_part_that_fails_takes_the_memory_back() -> None:
         raise ArithmeticError("gathering failed")
 
     with pytest.raises(ArithmeticError, match="gathering failed"):
-        share_bucket(SPECS, parts(), CPU)
+        share_bucket(SPECS, parts())
 
 
 def test_no_room_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_no_room_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(shared_bucket.os, "posix_fallocate", refuse)
     with pytest.raises(ValueError, match=r"room for a bucket of .*No space left.*update_weights_bucket_megabytes, or"):
-        share_bucket(SPECS, PARTS, CPU)
+        share_bucket(SPECS, PARTS)
 
 
 def test_a_device_without_an_offer_is_named() -> None:

@@ -83,7 +83,7 @@ def test_what_is_freed_is_given_back_after_every_use(
             assert len(given_back) == 1 + number
         worker.offer_bucket(0, share=True)
         assert len(given_back) == 4  # weights are in use until the bucket is released
-        worker.release_bucket()
+        worker.release_bucket(interrupted=False)
         assert len(given_back) == 5
     finally:
         monkeypatch.undo()
