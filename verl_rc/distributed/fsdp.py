@@ -123,8 +123,9 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Te
         return weight.detach().float() + scale * (left.detach().float() @ right)
     assert isinstance(left, DTensor)
     rows = weight.detach().to_local().float() + scale * (left.detach().to_local().float() @ right)
-    size = {"shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(rows, weight.device_mesh, weight.placements, run_check=False, **size)
+    return DTensor.from_local(
+        rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def gather_full_tensor(tensor: Tensor) -> Tensor:
