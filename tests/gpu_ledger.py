@@ -484,6 +484,7 @@ def train_on_ledger(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: s
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
         "trainer.n_gpus_per_node=8",
         "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.rollout.sync_proof.canary_num_prompts=8",  # a row for each rank
         "trainer.total_training_steps=2",
         "trainer.test_freq=2",
         f"trainer.default_local_dir={folder}",

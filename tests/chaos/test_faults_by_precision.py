@@ -56,6 +56,8 @@ def test_what_finds_a_fault_depends_on_the_engines_precision(calibrated_run: tup
     try:
         metrics = real_step(with_values(run, values))
         found = f"not found: gap {metrics['sync/rollout_gap_mean']:.2g}"
+        if metrics["alerts/gap"]:
+            found = f"found by an alert: gap {metrics['sync/rollout_gap_mean']:.2g}"
     except (SyncProofError, RuntimeError, ValueError) as error:
         found = f"found: {str(error).partition('.')[0]}"
     finally:

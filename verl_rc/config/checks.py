@@ -382,7 +382,8 @@ def _devices(config: RunConfig) -> Iterator[str]:
 
 def _alerts(config: RunConfig) -> Iterator[str]:
     correction, action = config.algorithm.rollout_correction, config.trainer.alerts.cause
-    for name, given in (("mismatch", config.trainer.alerts.mismatch), ("cause", action)):
+    alerts = config.trainer.alerts
+    for name, given in (("mismatch", alerts.mismatch), ("gap", alerts.gap), ("cause", action)):
         if given == "skip" and correction.in_actor:
             yield (
                 f"trainer.alerts.{name}=skip needs a {name} that is known before the update, but in bypass mode "

@@ -60,13 +60,13 @@ class SyncProofConfig(StrictModel):
 
     canary_freq: int = Field(50, ge=0)
     """Weight updates between two canary checks; 0: only at the start. A canary check generates tokens after a cached prefix."""
-    canary_num_prompts: int = Field(4, ge=1)
+    canary_num_prompts: int = Field(16, ge=1)
     """Prompts of one canary check."""
-    canary_max_tokens: int = Field(12, ge=1)
-    """Tokens generated for each of them."""
+    canary_max_tokens: int = Field(32, ge=1)
+    """Tokens generated for each of them, at most ``data.max_response_length``. The mean gap of few tokens scatters."""
     gap_limit: float | None = Field(None, gt=0)
-    """Largest mean |trainer - rollout log-prob| of a step, nats; null: calibrated at the first step for the engine's
-    precision."""
+    """Largest mean |trainer - rollout log-prob| of a step or of canary tokens, nats, above which the run ends; null: calibrated
+    by the first ones for the engine's precision, see ``trainer.alerts.gap``."""
 
 
 class MultiTurnConfig(StrictModel):

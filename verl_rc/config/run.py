@@ -30,6 +30,10 @@ class AlertsConfig(StrictModel):
     """Action when ``rollout_corr/k3_kl`` is above ``mismatch_limit``; not ``skip`` where the actor corrects."""
     mismatch_limit: float | None = Field(0.5, gt=0)
     """Nats per token; null: never."""
+    gap: AlertAction = "warn"
+    """Action when the mean gap of a step's rollouts or of canary tokens is above the limit that the first ones set
+    (``sync/gap_limit``). Above ten times that limit the run ends: the engine does not hold the trainer's weights. Canary tokens
+    are judged after the updates, which then cannot be skipped; not ``skip`` where the actor corrects."""
     cause: AlertAction = "warn"
     """Action while signatures name a cause of the gap that no correction repairs (docs/see_why.md); other than ``warn`` it needs
     ``algorithm.rollout_correction.diagnostics=full``; not ``skip`` where the actor corrects."""

@@ -36,6 +36,7 @@ def decide_update(
         wanted = _act(services, alerts.reward_collapse, "the reward has collapsed", collapse, step)
     if not services.config.algorithm.rollout_correction.in_actor:
         wanted = act_on_mismatch(services, scored.statistics, record, step) and wanted
+    wanted = act_on_gap(services, record, step) and wanted
     wanted = act_on_cause(services, record, step) and wanted
     record.add({"alerts/withheld_updates": float(not wanted)})
     return wanted
@@ -55,6 +56,27 @@ def act_on_mismatch(services: Services, statistics: CorrectionStatistics | None,
     record.add({"alerts/mismatch": 1.0})
     text = f"rollout_corr/k3_kl is {found:.3g} nats, trainer.alerts.mismatch_limit={limit:g} at most was allowed"
     return _act(services, alerts.mismatch, "rollout and trainer disagree too much", text, step)
+
+
+def act_on_gap(services: Services, record: StepRecord, step: int) -> bool:
+    """Alert and stop as configured when the rollouts' gap, if judged, is unusual; returns whether it allows an update."""
+    found, limit = record.value("sync/rollout_gap_mean"), record.value("sync/gap_limit")
+    if found is None or limit is None:
+        return True
+    record.add({"alerts/gap": float(found > limit)})
+    return found <= limit or _act_on_gap(services, "this step's rollouts", found, limit, step)
+
+
+def act_on_canary_gap(services: Services, found: float, limit: float, record: StepRecord, step: int) -> None:
+    """Alert and stop as configured when the gap of canary tokens is unusual."""
+    if found > limit:
+        record.add({"alerts/gap": 1.0})
+        _act_on_gap(services, "canary tokens", found, limit, step)
+
+
+def _act_on_gap(services: Services, where: str, found: float, limit: float, step: int) -> bool:
+    text = f"{where}: mean |trainer - rollout log-prob| is {found:.3g} nats, at most {limit:.3g} is usual in this run"
+    return _act(services, services.config.trainer.alerts.gap, "the engines' log-probs are unusually far off", text, step)
 
 
 def act_on_cause(services: Services, record: StepRecord, step: int) -> bool:

@@ -189,7 +189,7 @@ def update_actor(
     )
     mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, options)
     judged = correction.bypass_mode and services.config.async_training.is_synchronous
-    limit = services.gap_limit.limit(state.rollout_gap_limit) if judged else None
+    limit = services.gap_limit.fault(state.rollout_gap_limit) if judged else None
     request = UpdateRequest(
         control.correction(correction),
         policy_version=state.step,

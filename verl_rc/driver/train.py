@@ -96,6 +96,7 @@ def update(services: Services, state: RunState, batch: TrainBatch, evaluations: 
         state.health = stages.judge_causes(services, state.health, record, step)
         state.control = control.after_correction(report.correction).state
         state.rollout_gap_limit = stages.judge_gap(services, state, report.gap, record)
+        guards.act_on_gap(services, record, step)
         guards.act_on_mismatch(services, report.correction, record, step)
         guards.act_on_cause(services, record, step)
 

@@ -8,6 +8,7 @@ from verl_rc.checkpoint import RunState
 from verl_rc.cluster.engine_group import EnginesLostError, OnLoss
 from verl_rc.cluster.remote import RemoteError, wait_for_all
 from verl_rc.data.batches import Completions, Timed
+from verl_rc.driver import guards
 from verl_rc.driver.announce import say
 from verl_rc.driver.services import Services
 from verl_rc.driver.step_record import StepRecord
@@ -225,22 +226,27 @@ def _judge_answers(
     Returns ``limit``, the calibrated one, or that which the first gap calibrates.
     """
     prompts = [request.prompt_token_ids for request in canary_requests(services)]
-    gaps = []
+    gaps, calibrated = [], limit
     for engine, completions in enumerate(answers):
         rollouts = build_rollout_batch(prompts, range(len(prompts)), completions, services.tokenizer.pad_token_id)
         check_versions(rollouts, expected_version=version)
         scores = services.actor.compute_log_probs(rollouts.tokens, log_prob_limit(services.config)).result
         gap = LogProbGap.between(scores.log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
-        limit = services.gap_limit.calibrate(gap, limit, f"canary tokens of rollout engine {engine} at weight version {version}")
+        where = f"canary tokens of rollout engine {engine} at weight version {version}"
+        # The largest of the first gaps sets the limit of all engines.
+        limit = max(limit or 0.0, services.gap_limit.calibrate(gap, calibrated, where))
         gaps.append(gap)
-    record.add({"sync/canary_mean_gap": max(gap.mean for gap in gaps), "sync/canary_max_gap": max(gap.maximum for gap in gaps)})
+    largest = max(gap.mean for gap in gaps)
+    record.add({"sync/canary_mean_gap": largest, "sync/canary_max_gap": max(gap.maximum for gap in gaps)})
+    guards.act_on_canary_gap(services, largest, services.gap_limit.limit(limit), record, version)
     return limit
 
 
 def _canary_options(services: Services) -> SamplingOptions:
     rollout = services.config.actor_rollout_ref.rollout
     training = SamplingOptions.for_training(rollout, services.stop_token_ids)
-    return replace(training, max_tokens=rollout.sync_proof.canary_max_tokens, ignore_eos=True)
+    most = min(rollout.sync_proof.canary_max_tokens, services.config.data.max_response_length)
+    return replace(training, max_tokens=most, ignore_eos=True)
 
 
 def canary_requests(services: Services) -> list[GenerationRequest]:

@@ -120,6 +120,30 @@ def test_every_action_of_every_alert(cause: str, action: str, trains: bool, stop
         run.stop.end_if_decided()
 
 
+@pytest.mark.parametrize(
+    ("action", "trains", "stops"), [("warn", True, False), ("skip", False, False), ("save_and_stop", False, True)]
+)
+def test_an_unusual_gap_acts_as_configured_and_a_usual_one_does_not(action: str, trains: bool, stops: bool) -> None:
+    """C4: a gap above the calibrated limit ends nothing by itself."""
+    run = make_run(f"trainer.alerts.gap={action}")
+    for found, is_unusual in ((0.19, False), (0.21, True)):
+        record = StepRecord()
+        record.add({"sync/rollout_gap_mean": found, "sync/gap_limit": 0.2})
+        wanted, record = look(run, make_batch(), [1.0] * 3, record=record)
+        assert record.value("alerts/gap") == is_unusual
+        assert wanted is (trains or not is_unusual)
+    assert [title for title, _ in run.tracker.alerts] == ["the engines' log-probs are unusually far off"]
+    assert run.stop.decide() is stops
+
+
+def test_canary_tokens_with_an_unusual_gap_act_after_the_update() -> None:
+    run, record = make_run("trainer.alerts.gap=save_and_stop"), StepRecord()
+    guards.act_on_canary_gap(run, 0.1, 0.2, record, step=3)
+    assert (record.value("alerts/gap"), run.stop.decide()) == (None, False)
+    guards.act_on_canary_gap(run, 0.3, 0.2, record, step=3)
+    assert (record.value("alerts/gap"), run.stop.decide()) == (1, True)
+
+
 COOLER = {
     "rollout_corr/missing_mass": 0.0,
     "rollout_corr/temperature_slope": -0.11,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from verl_rc.config.rollout import SyncProofConfig
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
 from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, SyncProofError, check_receipts, engine_precision
 from verl_rc.weight_sync.sender import SendReceipt
@@ -53,8 +54,49 @@ def test_the_limit_is_calibrated_at_the_first_step() -> None:
     calibrated = limit.calibrate(LogProbGap(0.03, 1.4), None, "step 1")
     assert limit.limit(calibrated) == calibrated == pytest.approx(0.12)
     assert limit.calibrate(LogProbGap(0.11, 1.4), calibrated, "step 2") == calibrated
+    assert limit.calibrate(LogProbGap(1.19, 1.4), calibrated, "step 3") == calibrated  # unusual, and no fault yet
+    with pytest.raises(SyncProofError, match=r"at most 1\.2 nats"):
+        limit.calibrate(LogProbGap(1.21, 1.4), calibrated, "step 4")
+
+
+def test_in_float32_nothing_but_a_fault_widens_the_gap() -> None:
+    limit = GapLimit.for_precision("float32")
+    calibrated = limit.calibrate(LogProbGap(2e-5, 1e-4), None, "step 1")
+    assert limit.fault(calibrated) == calibrated == pytest.approx(8e-5)
+    assert limit.calibrate(LogProbGap(9e-5, 1e-4), None, "step 1") == 1e-4
     with pytest.raises(SyncProofError):
-        limit.calibrate(LogProbGap(0.13, 1.4), calibrated, "step 3")
+        limit.calibrate(LogProbGap(9e-5, 1e-4), calibrated, "step 2")
+
+
+def stopped(limit: GapLimit, tokens: int, mean: float, seed: int) -> bool:
+    """Whether a healthy run of 500 steps ends by the gap of its canary tokens, every 50 steps.
+
+    Gaps of tokens are lognormal, in bf16; their mean doubles over the run, as training sharpens the distribution.
+    """
+    generator, calibrated = torch.Generator().manual_seed(seed), None
+    try:
+        for step in range(0, 501, 50):
+            scattered = torch.exp(1.5 * torch.randn(tokens, generator=generator) - 1.5**2 / 2)
+            gaps = (mean * (1 + step / 500) * scattered).bfloat16().double()
+            calibrated = limit.calibrate(LogProbGap(float(gaps.mean()), float(gaps.max())), calibrated, f"step {step}")
+    except SyncProofError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mean", [0.003, 0.01, 0.02, 0.03])
+def test_a_healthy_run_is_not_ended_by_its_gap(mean: float) -> None:
+    """C4: fewer than 1 % of 1,000 runs."""
+    tokens = SyncProofConfig().canary_num_prompts * SyncProofConfig().canary_max_tokens
+    limit = GapLimit.for_precision("bfloat16")
+    assert tokens >= 512
+    assert sum(stopped(limit, tokens, mean, seed) for seed in range(1000)) < 10
+
+
+def test_the_rule_before_ended_most_of_them() -> None:
+    """48 tokens, and the calibrated limit, never above 0.06, as the end of a run."""
+    limit = GapLimit(plausible=0.06)
+    assert sum(stopped(limit, 48, 0.03, seed) for seed in range(200)) > 100
 
 
 def test_a_configured_limit_is_not_calibrated() -> None:

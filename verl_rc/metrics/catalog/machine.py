@@ -113,7 +113,7 @@ SYNC = tuple(
         ("sync/rollout_gap_max", "nats", "largest of the same", None),
         ("recovery/engines_replaced", "1", "engines that died or hung since the last step logged; replaced", (None, 0.0)),
         ("recovery/requests_reissued", "1", "requests that such an engine owed; its successor answered them", (None, 0.0)),
-        ("sync/gap_limit", "nats", "mean gap above which the run stops: a fault, not rounding", None),
+        ("sync/gap_limit", "nats", "usual mean gap; above it trainer.alerts.gap acts", None),
     )
 )
 """Entries of this section."""

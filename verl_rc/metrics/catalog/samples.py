@@ -83,6 +83,7 @@ _PROMPTS = {
 ACCOUNTING = (
     *(MetricSpec(f"ledger/{account}_tokens", "tokens", what, healthy, "ppo") for account, (what, healthy) in _TOKENS.items()),
     *(MetricSpec(f"ledger/prompts_{account}", "1", what, emitted_by="ppo") for account, what in _PROMPTS.items()),
+    MetricSpec("alerts/gap", "1", "1 in a step with a mean gap above the limit that the first one set", (0, 0), "driver"),
     MetricSpec("alerts/mismatch", "1", "1 in a step with k3_kl above trainer.alerts.mismatch_limit", (0, 0), "driver"),
     MetricSpec("alerts/cause", "1", "1 while signatures name a cause of the gap, from its second step on", (0, 0), "driver"),
     MetricSpec("alerts/reward_collapse", "1", "1 in a step at which the mean score has collapsed", (0, 0), "driver"),

@@ -26,7 +26,7 @@ from verl_rc.config.load import load_run_config
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch, PolicyEvaluations, RolloutBatch, Timed, TokenBatch, TokenScores, TrainBatch
 from verl_rc.driver.evaluate import validation_metrics
-from verl_rc.driver.guards import act_on_mismatch, decide_update
+from verl_rc.driver.guards import act_on_gap, act_on_mismatch, decide_update
 from verl_rc.driver.scoring import FAILURE_COLUMN, reward_metrics
 from verl_rc.driver.stages import judge_gap, record_batch, record_correction, update_actor
 from verl_rc.driver.step_record import StepRecord
@@ -508,6 +508,16 @@ def a_mismatch_above_its_limit():
     services = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(alerts=alerts)), tracker=Mock())
     assert act_on_mismatch(services, statistics, record, step=1)
     return record.metrics(), {"alerts/mismatch": 1}
+
+
+@example
+def an_unusual_gap() -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """0.3 nats where 0.2 is usual."""
+    record, run = StepRecord(), MagicMock()
+    run.config.trainer.alerts.gap = "warn"
+    record.add({"sync/rollout_gap_mean": 0.3, "sync/gap_limit": 0.2})
+    act_on_gap(run, record, step=1)
+    return record.metrics(), {"alerts/gap": 1}
 
 
 @example
