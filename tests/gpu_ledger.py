@@ -506,6 +506,7 @@ def train_on_ledger(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: s
         "ray": SimpleNamespace(shutdown=lambda: None),
         "_watched": lambda config, folder: nullcontext(),
         "plan_placement": lambda config: placement,
+        "unsupported_attention": lambda *_: None,
         "load_tokenizer": lambda *_: tokenizer,
         "build_train_loader": lambda *_: Loader(),
         "PromptStream": lambda loader: prompt_stream(),

@@ -48,6 +48,7 @@ from verl_rc.rollout.conversation import Conversations, template_arguments
 from verl_rc.rollout.sampling import ConversationOptions, EngineOptions
 from verl_rc.weight_sync.proof import GapLimit, engine_precision
 from verl_rc.workers.host import usable_cores
+from verl_rc.workers.language_model import unsupported_attention
 
 
 @contextmanager
@@ -80,6 +81,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
         reference = ReferenceGroup(placement) if config.has_reference_model else None
         importing = engines.prepare()
         with announced("data and tokenizer"), _mistakes_are_the_users():
+            _refuse_attention(config)
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
             data = _with_tools(config, tokenizer)
             loader = build_train_loader(data, tokenizer, config.trainer.seed)
@@ -163,6 +165,14 @@ def _describe_prompts(training: PromptDataset, validation_rows: list[PromptRow],
     say("training: %s", training.describe_lengths())
     lengths = [len(row.prompt_token_ids) for row in validation_rows]
     say("validation: %s", describe_lengths(lengths, len(lengths), limit))
+
+
+def _refuse_attention(config: RunConfig) -> None:
+    """Raise ``ConfigError``, before a model is loaded, when the trainer cannot compute the attention of one."""
+    for path, trusted in model_paths(config).items():
+        problem = unsupported_attention(config, path, trusted)
+        if problem is not None:
+            raise ConfigError(f"{path} cannot be trained: {problem}. Or take another model.")
 
 
 def _with_tools(config: RunConfig, tokenizer: Any) -> DataConfig:

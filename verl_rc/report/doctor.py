@@ -24,6 +24,7 @@ from verl_rc.report.preflight_machine import (
     check_ports,
 )
 from verl_rc.rewards import RewardError, RewardSample, build_reward, score_on_timeout
+from verl_rc.workers.language_model import unsupported_attention
 
 SAMPLED_PROMPTS = 1000
 """Number of prompts per file whose lengths are counted, evenly spaced."""
@@ -56,6 +57,10 @@ def check_models(config: RunConfig, inputs: Inputs) -> Iterator[Finding]:
             remedy = "pass a folder with a config.json, or a hub id that can be reached (actor_rollout_ref.model.path)"
             yield Finding("failed", "model", f"{path}: {_first_line(error)}", "it must be a Hugging Face model", remedy)
             continue
+        problem = unsupported_attention(config, path, trusted)
+        if problem is not None:
+            must, remedy = "trainer and engine must compute the same attention", "take another model, or lengths that it names"
+            yield Finding("failed", "attention", f"{path}: {problem}", must, remedy)
         inputs.shapes[path] = shape
         found = f"{path}: {shape.parameters / 1e6:.2f} M weights, {shape.layers} layers of width {shape.width}"
         must = f"it must have {longest} positions, for data.max_prompt_length + data.max_response_length tokens"

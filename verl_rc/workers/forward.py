@@ -47,6 +47,9 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
     scaling: float | None = None,
     dropout: float = 0.0,
     packed_layout: PackedLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
@@ -54,7 +57,15 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
     ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens. Rows are padded on the right, where a
     causal mask alone keeps padding out of every real token's sight. Without a layout it is plain padded attention. transformers
     calls it through its ``AttentionInterface``, whose signature it must have.
+
+    Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result, which are not built.
     """
+    longest = query.shape[2] if packed_layout is None else packed_layout.max_length
+    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
+        raise ValueError(
+            f"{type(module).__name__} wants attention with sliding_window={sliding_window}, softcap={softcap} or sinks for "
+            f"sequences of {longest} tokens, which is not built. Train another model, or shorter sequences."
+        )
     grouped = key.shape[1] != query.shape[1]
     if packed_layout is None:
         # With one query position is_causal would mask all keys but the first.
@@ -198,3 +209,31 @@ def _padded(packed: PackedSequences) -> tuple[dict[str, Any], Tensor]:
     padded_ids = torch.zeros(real.shape, dtype=torch.int64, device=packed.token_ids.device)
     padded_ids[real] = packed.token_ids
     return padded_inputs(padded_ids, real), real
+
+
+def attention_problem(config: Any, longest: int) -> str | None:
+    """Why a model with this ``config.json`` cannot be trained on sequences of ``longest`` tokens, or None.
+
+    Its attention must be full and causal: no window that is shorter, no soft cap, no sinks, no other kind of layer.
+    """
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not hasattr(text, "layer_types")
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if text.model_type in _WITH_SINKS:
+        return "its attention has sinks, which are not built"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return f"its attention is soft-capped (attn_logit_softcapping={text.attn_logit_softcapping:g}), which is not built"
+    if others:
+        return f"it has layers of kind {', '.join(others)}, which are not built"
+    if window is not None and slides and window < longest:
+        return (
+            f"its attention looks back sliding_window={window} tokens, which is not built, and sequences have up to {longest}: "
+            f"lower data.max_prompt_length + data.max_response_length to {window}"
+        )
+    return None
+
+
+_WITH_SINKS = {"gpt_oss"}
+"""Values of ``model_type``."""

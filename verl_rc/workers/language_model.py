@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from transformers.distributed import DistributedConfig
 
 from verl_rc.config.models import model_source
+from verl_rc.config.run import RunConfig
 from verl_rc.distributed.fsdp import cut_parameters
 from verl_rc.distributed.process_group import DeviceMesh
-from verl_rc.workers.forward import PACKED_ATTENTION
+from verl_rc.workers.forward import PACKED_ATTENTION, attention_problem
 from verl_rc.workers.scoring_head import add_scoring
 
 _SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -117,6 +118,18 @@ def _variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def unsupported_attention(config: RunConfig, path: str, trust_remote_code: bool) -> str | None:
+    """Say why the trainer cannot compute the attention of the model at ``path``, by its ``config.json``; None when it can.
+
+    A reward model computes its own.
+    """
+    trained = {config.actor_rollout_ref.model.path, str(config.critic.model.path), str(config.actor_rollout_ref.ref.model_path)}
+    if path not in trained:
+        return None
+    source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
+    return attention_problem(source, config.longest_sequence)
 
 
 def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:
