@@ -153,8 +153,11 @@ for name in ("torch", "ray", "transformers", "vllm", "verl_rc"):
 torch = sys.modules["torch"]
 sys.stdout.write(f"install: {', '.join(versions)}\n")
 if sys.argv[1] == "gpu" and not torch.cuda.is_available():
-    sys.stdout.write("install: torch sees no CUDA device; check `nvidia-smi` and the driver (torch.version.cuda below).\n")
-    sys.stdout.write(f"install: torch was built for CUDA {torch.version.cuda}\n")
+    sys.stdout.write(f"install: torch, built for CUDA {torch.version.cuda}, sees no CUDA device.\n")
+    from verl_rc.report.preflight_machine import check_driver
+
+    for finding in check_driver():
+        sys.stdout.write("".join(f"install: {line}\n" for line in finding.lines()))
 PYTHON
 ) 2>"$log" || { tail -n 15 "$log" >&2; fail "an import failed; remove $venv and run this again."; }
 printf '%s %s %s\n' "$device" "$inputs" "$dev" >"$stamp"

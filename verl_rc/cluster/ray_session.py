@@ -45,6 +45,12 @@ _QUIET = {
 _SLEEP_WHILE_WAITING = {"OMP_WAIT_POLICY": "passive"}
 """OpenMP threads sleep while they wait: on a busy CPU, spinning threads make a step ten times slower."""
 
+_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
+"""Of engines; the user's values take precedence."""
+
+_NCCL = {"NCCL_CUMEM_ENABLE": "0"}
+"""vLLM switches this off in its workers; the other members of a weight transfer must do the same, or it hangs."""
+
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 """On one node, gloo and vLLM connect over the loopback interface."""
 
@@ -63,12 +69,16 @@ def python_path() -> str:
 
 def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
     """Environment of a trainer rank that computes with ``num_threads`` threads."""
-    return {**_QUIET, **_threads(num_threads), **(_ON_LOOPBACK if one_node else {})}
+    return {**_QUIET, **_threads(num_threads), **_users_or(_NCCL), **(_ON_LOOPBACK if one_node else {})}
 
 
 def _threads(count: int) -> dict[str, str]:
-    waiting = {name: os.environ.get(name, value) for name, value in _SLEEP_WHILE_WAITING.items()}
-    return {"OMP_NUM_THREADS": str(count), **waiting}
+    return {"OMP_NUM_THREADS": str(count), **_users_or(_SLEEP_WHILE_WAITING)}
+
+
+def _users_or(defaults: Mapping[str, str]) -> dict[str, str]:
+    """These variables, with the values of this process's environment where it has them."""
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[str, str]:
@@ -80,10 +90,9 @@ def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[st
     variables = {
         **_QUIET,
         **_threads(num_threads),
+        **_users_or(_NCCL),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "",
+        **_users_or(_VLLM),
     }
     if device == "cpu":
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}

@@ -64,7 +64,16 @@ class _Process:
 
     def _build(self, target: str, arguments: Mapping[str, Any]) -> int:
         module, name = target.split(":")
-        self._object = getattr(importlib.import_module(module), name)(**arguments)
+        try:
+            self._object = getattr(importlib.import_module(module), name)(**arguments)
+        except BaseException as error:
+            # Libraries say there what went wrong, in threads and in processes of their own, and Ray does not show it.
+            log = os.path.realpath("/proc/self/fd/2")
+            if os.path.isfile(log):
+                with open(log, encoding="utf-8", errors="replace") as file:
+                    lines = file.read().splitlines()[-20:]
+                error.add_note("\n".join([f"The last lines of {log}:", *lines]))
+            raise
         return os.getpid()
 
     def call(self, method: str, arguments: Sequence[Any]) -> _Answer:

@@ -115,7 +115,7 @@ class TrainerConfig(StrictModel):
     """Folder for every step's samples as JSON lines; null: none."""
     validation_data_dir: UserPath | None = None
     """Folder for validation samples as JSON lines; null: none."""
-    ready_timeout_seconds: float = Field(300.0, gt=0)
+    ready_timeout_seconds: float = Field(1800.0, gt=0)
     """Time limit for a process to become ready."""
     alerts: AlertsConfig = AlertsConfig()
     """Actions when mismatch or reward go wrong."""

@@ -17,6 +17,7 @@ from verl_rc.report.preflight_machine import (
     Finding,
     check_devices,
     check_disk,
+    check_driver,
     check_folder,
     check_fp8,
     check_memory,
@@ -245,6 +246,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     function, leaves no files behind."""
     folder, inputs = Path(str(config.trainer.default_local_dir)), Inputs()
     yield from check_packages()
+    yield from check_driver()
     yield from check_devices(config)
     yield from check_fp8(config)
     yield from check_ports()

@@ -1,0 +1,49 @@
+"""Whose environment variables count, and what a process says when its object cannot be built."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_rc.cluster.ray_session import engine_environment, trainer_environment
+
+
+def test_the_users_log_level_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B8: the first start on a new machine must be watched."""
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    quiet = engine_environment(1, "cuda", one_node=True)
+    assert (quiet["VLLM_LOGGING_LEVEL"], quiet["VLLM_PLUGINS"]) == ("ERROR", "")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    loud = engine_environment(1, "cuda", one_node=True)
+    assert (loud["VLLM_LOGGING_LEVEL"], loud["VLLM_PLUGINS"]) == ("DEBUG", "mine")
+
+
+def test_both_ends_of_a_transfer_agree_on_how_nccl_takes_memory() -> None:
+    """D3: vLLM switches it off, and a sender that had it on would hang."""
+    ends = (trainer_environment(1, one_node=True), engine_environment(1, "cuda", one_node=True))
+    assert [end["NCCL_CUMEM_ENABLE"] for end in ends] == ["0", "0"]
+
+
+PROGRAM = """
+import sys, traceback
+from verl_rc.cluster import remote
+
+process_class = remote._Process.__ray_metadata__.modified_class
+process = process_class.__new__(process_class)
+print("CUDA error: no kernel image is available", file=sys.stderr, flush=True)
+try:
+    process._build("builtins:int", {"no_such": 1})
+except TypeError:
+    print(traceback.format_exc())
+"""
+
+
+def test_the_error_of_a_failed_start_ends_with_what_the_process_wrote(tmp_path: Path) -> None:
+    """B8: a library may say in its log alone what went wrong."""
+    with (tmp_path / "worker.err").open("w") as log:
+        answer = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=log, text=True, check=True).stdout
+    assert "TypeError" in answer
+    assert f"The last lines of {tmp_path / 'worker.err'}:\nCUDA error: no kernel image is available" in answer
