@@ -105,11 +105,19 @@ def _check_nodes(config: RunConfig, device: str) -> None:
         )
     if device == "cpu":
         return
-    needed, found = config.num_devices, int(sum(node.get("GPU", 0) for node in nodes))
+    if not own_pool and rollout.checkpoint_engine.backend == "broadcast":
+        raise ConfigError(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast cannot connect trainer and engines that share GPUs "
+            "(hybrid_engine=True): NCCL refuses two processes on one GPU. Pass backend=auto."
+        )
+    judge = config.reward.reward_model
+    of_judge = judge.n_gpus_per_node if judge.enable else 0
+    needed, found = config.num_devices + of_judge, int(sum(node.get("GPU", 0) for node in nodes))
     per_node = max(config.trainer.n_gpus_per_node, (rollout.n_gpus_per_node or 0) if own_pool else 0)
     fitting = sum(node.get("GPU", 0) >= per_node for node in nodes)
     if needed > found or fitting < config.trainer.nnodes:
-        engines = f" and {needed - config.num_ranks} for engines" if own_pool else ""
+        engines = f" and {config.num_devices - config.num_ranks} for engines" if own_pool else ""
+        engines += f" and {of_judge} for the reward model" if of_judge else ""
         raise ConfigError(
             f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed{engines}, {per_node} on a node; the "
             f"cluster has {found} on {len(nodes)} nodes. Lower trainer.n_gpus_per_node, or pass trainer.device=cpu to train on "

@@ -111,7 +111,7 @@ class IpcTransport:
         try:
             self._offers = choose_offering_ranks(self._actor.device_keys(), self._engines.device_keys())
         except ValueError as error:
-            raise ConfigError(f"{error} Pass actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast.") from error
+            raise ConfigError(f"{error} Pass actor_rollout_ref.hybrid_engine=False, for GPUs of their own.") from error
 
     def deliver(self, version: int) -> tuple[SendReceipt, Receipts]:
         """See ``WeightTransport``."""

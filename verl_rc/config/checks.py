@@ -343,6 +343,8 @@ def _engine(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size, got {rollout.tensor_model_parallel_size}. "
             "Pass actor_rollout_ref.rollout.tensor_model_parallel_size=1 for one device per engine."
         )
+    elif problem := _engines_of_a_node(config):
+        yield problem
     if config.trainer.device == "cpu" and rollout.quantization in _UNUSABLE_QUANTIZATIONS:
         reason = _UNUSABLE_QUANTIZATIONS[rollout.quantization]
         yield f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
@@ -351,6 +353,20 @@ def _engine(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be equal: pass "
             "val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."
         )
+
+
+def _engines_of_a_node(config: RunConfig) -> str | None:
+    """Say why the engines do not fit on nodes, or None: an engine lies on one node, on shared ones beside whole ranks."""
+    rollout = config.actor_rollout_ref.rollout
+    size, devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node or config.trainer.n_gpus_per_node
+    fits = devices % size == 0 if config.actor_rollout_ref.hybrid_engine else devices >= size
+    if fits:
+        return None
+    largest = max(count for count in range(1, min(size, devices) + 1) if devices % count == 0)
+    return (
+        f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} must divide the {devices} "
+        f"engine devices of a node (rollout.n_gpus_per_node, or trainer.n_gpus_per_node). Pass {largest}."
+    )
 
 
 def _resuming(config: RunConfig) -> Iterator[str]:

@@ -219,6 +219,6 @@ def choose_offering_ranks(rank_devices: Sequence[str], engine_devices: Iterable[
     if missing := wanted - set(rank_devices):
         raise ValueError(
             "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc needs every engine worker on the device of a trainer "
-            f"rank; without a rank: {sorted(missing)}. Use backend=broadcast there."
+            f"rank; without a rank: {sorted(missing)}."
         )
     return [device in wanted and device not in rank_devices[:rank] for rank, device in enumerate(rank_devices)]

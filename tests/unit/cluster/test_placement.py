@@ -31,6 +31,22 @@ def test_too_few_gpus(cluster: dict[str, float], tmp_path: Path) -> None:
         plan_placement(config)
 
 
+def test_shared_gpus_and_a_broadcast(cluster: dict[str, float], tmp_path: Path) -> None:
+    """B6: NCCL would refuse it when the first weights are sent."""
+    cluster["GPU"] = 8.0
+    backend = "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"
+    with pytest.raises(ConfigError, match="NCCL refuses two processes on one GPU"):
+        plan_placement(small_run_config(tmp_path, "trainer.device=cuda", backend))
+
+
+def test_the_gpus_of_a_reward_model_are_counted(cluster: dict[str, float], tmp_path: Path) -> None:
+    """B6: it would wait for them until the time to become ready is over."""
+    cluster["GPU"] = 2.0
+    judge = ("reward.reward_model.enable=True", "reward.reward_model.model_path=judge", "reward.reward_model.n_gpus_per_node=1")
+    with pytest.raises(ConfigError, match=r"= 2 GPUs are needed and 1 for the reward model, .* has 2"):
+        plan_placement(small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2", *judge))
+
+
 @pytest.mark.usefixtures("cluster")
 def test_too_few_nodes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.nnodes=2 nodes are needed, the cluster has 1"):
