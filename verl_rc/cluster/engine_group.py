@@ -316,6 +316,7 @@ class EngineGroup:
         """
         busy_seconds = 0.0
         while missing := self._work.num_unfinished(numbers):
+            self._go_on_after_losses()
             if self._options.deterministic_steps is not None:
                 self._tell_all("require", numbers)
             busy_seconds = max(busy_seconds, self._collect(missing, None, on_loss))
@@ -327,15 +328,19 @@ class EngineGroup:
 
     def _collect(self, at_least: Mapping[int, int], wait_seconds: float | None, on_loss: OnLoss | None) -> float:
         """Wait until each of these engines has finished its number of samples, and store them; returns the longest wait."""
-        if self._replaced:
-            self._hand_over_lost()
-            self.begin_steps()
+        self._go_on_after_losses()
         pending = {
             engine: self._engines[engine].call("collect", number, wait_seconds, what="generate")
             for engine, number in at_least.items()
         }
         self._record(pending, self._work.record, on_loss)
         return longest_busy(list(pending.values()))
+
+    def _go_on_after_losses(self) -> None:
+        """Let engines that replaced others do what those owed. To be called before samples are required: it makes that void."""
+        if self._replaced:
+            self._hand_over_lost()
+            self.begin_steps()
 
     def _hand_over_lost(self) -> None:
         """Submit the unfinished samples of lost engines to those that replaced them."""

@@ -203,6 +203,21 @@ def test_with_a_limit_of_steps_engines_are_told_when_to_go_on_and_for_which_samp
     assert [engine.told[2:] for engine in engines] == [[("begin_steps",)]] * 2  # an update for the new one has stopped all
 
 
+def test_with_a_limit_of_steps_a_new_engine_is_told_what_is_required_when_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever for the end of samples that were required before it had them."""
+    group, (engine,) = group_of(1, monkeypatch, deterministic_steps=4)
+    wanted = group.submit(requests(10, 11), OPTIONS)
+
+    def on_loss(lost: EnginesLostError, num_requests: int) -> None:
+        group.replace(lost.engines)
+        engine.told.clear()
+
+    engine.failure = DEAD
+    group.wait_for(wanted, on_loss)
+    assert engine.asked == [[10, 11], [10, 11]]
+    assert engine.told == [("begin_steps",), ("require", wanted)]
+
+
 def test_a_sample_that_failed_is_collected_and_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     group, engines = group_of(1, monkeypatch)
     engines[0].fails = {1, 11, 12}
