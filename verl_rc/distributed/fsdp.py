@@ -122,7 +122,7 @@ def add_product(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Te
     if not isinstance(weight, DTensor):
         return weight.detach().float() + scale * (left.detach().float() @ right)
     assert isinstance(left, DTensor)
-    rows = weight.detach().to_local().float() + scale * (left.detach().to_local().float() @ right)
+    rows = weight.to_local().detach().float() + scale * (left.to_local().detach().float() @ right)
     return DTensor.from_local(
         rows, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
