@@ -10,11 +10,13 @@ from torch import Tensor
 from verl_rc.config.rollout import MultiTurnConfig
 from verl_rc.data.batches import Completions, TokenBatch, TrainBatch
 from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.rollout import engine
 from verl_rc.rollout.conversation import Conversations, OpenResponses, ToolCall
 from verl_rc.rollout.engine import RolloutEngine
 from verl_rc.rollout.response import Ended
-from verl_rc.rollout.sampling import ConversationOptions, GenerationRequest, SamplingOptions
+from verl_rc.rollout.sampling import ConversationOptions, EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.vllm_sampler import VllmSampler
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
 from verl_rc.workers.actor_correction import ActorCorrection
@@ -32,6 +34,17 @@ class FaultyEngine(RolloutEngine):
 
     fault: str | None = None
     cache_resets = 0
+
+    def __init__(self, options: EngineOptions) -> None:
+        reset = engine._reset_prefix_cache
+
+        def reset_unless_stale(sampler: VllmSampler) -> None:
+            if self.fault != "stale_prefix_cache":
+                reset(sampler)
+                self.cache_resets += 1
+
+        engine._reset_prefix_cache = reset_unless_stale
+        super().__init__(options)
 
     def plant(self, fault: str | None) -> None:
         self.fault = fault
@@ -80,11 +93,6 @@ class FaultyEngine(RolloutEngine):
                 loaded[len(loaded) // 2 :] = held[name][len(loaded) // 2 :]
             held[name] = loaded.clone()
             yield name, loaded
-
-    def reset_prefix_cache(self) -> None:
-        if self.fault != "stale_prefix_cache":
-            super().reset_prefix_cache()
-            self.cache_resets += 1
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
         super().submit([replace(sample, options=self._options_of(sample.options)) for sample in samples])

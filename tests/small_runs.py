@@ -71,6 +71,7 @@ def run_overrides(task: dict[str, Path], run_folder: Path) -> list[str]:
         "actor_rollout_ref.rollout.kv_cache_megabytes=32",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
         "actor_rollout_ref.rollout.sync_proof.canary_freq=1",
+        "actor_rollout_ref.rollout.sync_proof.canary_num_prompts=4",  # fewer rows than faulty_workers.BAD_ROW
         "algorithm.adv_estimator=grpo",
         "algorithm.rollout_correction.preset=decoupled_seq_is_rs",
         "trainer.device=cpu",

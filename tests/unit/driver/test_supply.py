@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
 from verl_rc.data.batches import Completions
 from verl_rc.driver import checkpoints, train, weights
+from verl_rc.driver.step_record import StepRecord
 from verl_rc.driver.supply import AsynchronousSupply
 from verl_rc.rollout.sampling import GenerationRequest
 from verl_rc.weight_sync.proof import SyncProofError
@@ -298,3 +300,15 @@ def test_what_a_lost_engine_owed_is_sampled_again_once(
 def lines_with_recovery(folder: Path) -> dict[int, dict[str, Any]]:
     given = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line for line in given}
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_engines_on_shared_devices_sleep_before_a_step_also_when_nothing_is_under_way(tmp_path: Path, hybrid: bool) -> None:
+    """All that a step needs may have ended before, or come from a checkpoint."""
+    slept: list[int] = []
+    config = small_run_config(tmp_path, f"actor_rollout_ref.hybrid_engine={hybrid}")
+    supply: Any = AsynchronousSupply.__new__(AsynchronousSupply)
+    supply._services = SimpleNamespace(config=config, engines=SimpleNamespace(sleep=lambda: slept.append(1)))
+    supply._requests = []
+    supply._empty_shared_devices(StepRecord())
+    assert len(slept) == hybrid
