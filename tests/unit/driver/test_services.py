@@ -17,12 +17,15 @@ from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.weight_transport import BroadcastTransport, IpcTransport
 from verl_rc.data.dataset import PromptStream
 from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
+from verl_rc.metrics.sinks import Tracker
 
 MAY_CHANGE = {
     PromptStream: "its position is put into RunState.prompts at the end of every step",
     CheckpointStore: "the checkpoint that is being written is no part of itself",
     StopRequest: "a request to end concerns this process alone",
     EngineGroup: "what engines are built with, and what they were handed, is kept for others in their places",
+    BroadcastTransport: "weights that engines have yet to load: a resumed run publishes anew",
+    Tracker: "the step of the last alert: a resumed run may lack the token record of the step behind it",
     IpcTransport: "who lends to whom depends on the processes that are there",
 }
 
