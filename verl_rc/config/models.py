@@ -37,6 +37,13 @@ def model_source(path: str) -> str:
 
 
 Precision = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+_SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def torch_name(precision: str) -> str:
+    """Torch's own name of a precision: ``float32``, ``bfloat16`` or ``float16``."""
+    return _SHORT_NAMES.get(precision, precision)
+
 
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 """Estimators of a divergence from sampled log-probs; formulas at ``verl_rc.tensor_ops.kl_penalty``."""

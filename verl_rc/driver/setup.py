@@ -20,6 +20,7 @@ from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
+from verl_rc.config.models import torch_name
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig, remote_code_keys
 from verl_rc.config.schema import public_values
@@ -46,7 +47,7 @@ from verl_rc.report.memory import ModelShape, choose_gradient_sums, model_paths
 from verl_rc.report.preflight_machine import refuse_too_little_memory
 from verl_rc.rollout.conversation import Conversations, template_arguments
 from verl_rc.rollout.sampling import ConversationOptions, EngineOptions
-from verl_rc.weight_sync.proof import GapLimit, engine_precision
+from verl_rc.weight_sync.proof import GapLimit, least_precise
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import unsupported_attention
 
@@ -248,7 +249,8 @@ def _closing(group: RankGroup) -> Iterator[None]:
 
 def _gap_limit(config: RunConfig) -> GapLimit:
     rollout = config.actor_rollout_ref.rollout
-    precision = engine_precision(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype)
+    trainer = torch_name(config.actor_rollout_ref.actor.fsdp_config.dtype)
+    precision = least_precise(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype, trainer)
     return GapLimit.for_precision(precision, rollout.sync_proof.gap_limit)
 
 

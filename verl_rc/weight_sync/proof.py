@@ -87,7 +87,7 @@ def token_gaps(train_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor)
     return gaps[torch.isfinite(gaps)]
 
 
-# Limits of a first mean gap, nats, by the engine's least precise part: well above what rounding gave (0.016 with fp8
+# Limits of a first mean gap, nats, by the least precise part of engine and trainer: well above what rounding gave (0.016 with fp8
 # weights, 0.05 with an fp8 cache, docs/experiment_log.md), below what a missed update gives in fp32.
 _PLAUSIBLE_MEAN_GAP = {"float32": 1e-4, "float16": 7e-3, "bfloat16": 0.06, "fp8_weights": 0.3, "fp8_kv_cache": 0.9}
 _FAULT_FACTOR = 10.0
@@ -98,7 +98,7 @@ class GapLimit:
     """Limit of the mean gap: configured, or calibrated by the first gap of the run."""
 
     plausible: float
-    """Nats; a first gap above it is a fault. See ``engine_precision``."""
+    """Nats; a first gap above it is a fault. See ``least_precise``."""
     fixed: float | None = None
     """``sync_proof.gap_limit``, nats; None: calibrate."""
     fault_factor: float = 1.0
@@ -132,11 +132,14 @@ class GapLimit:
         return min(self.plausible, usual) if self.fault_factor == 1.0 else usual
 
 
-def engine_precision(dtype: str, quantization: str | None, kv_cache_dtype: str) -> str:
-    """The least precise part of an engine, as a key of the table of plausible gaps."""
-    # The cache first: its gap is three times that of fp8 weights.
-    if kv_cache_dtype.startswith("fp8"):
-        return "fp8_kv_cache"
+def least_precise(engine: str, quantization: str | None, kv_cache: str, trainer: str) -> str:
+    """The least precise part of an engine and a trainer, as a key of the table of plausible gaps.
+
+    ``engine``, ``kv_cache`` and ``trainer`` are dtypes by their names in torch or vLLM.
+    """
+    parts = [engine, trainer]
     if quantization is not None:
-        return "fp8_weights"
-    return dtype
+        parts.append("fp8_weights")
+    if kv_cache.startswith("fp8"):
+        parts.append("fp8_kv_cache")
+    return max(parts, key=_PLAUSIBLE_MEAN_GAP.__getitem__)

@@ -11,19 +11,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from verl_rc.config.models import model_source
+from verl_rc.config.models import model_source, torch_name
 from verl_rc.config.run import RunConfig
 from verl_rc.distributed.fsdp import cut_parameters
 from verl_rc.distributed.process_group import DeviceMesh
 from verl_rc.workers.forward import PACKED_ATTENTION, attention_problem
 from verl_rc.workers.scoring_head import add_scoring
 
-_SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a precision: ``fp32``, ``bf16``, ``fp16``, or torch's own name."""
-    dtype: torch.dtype = getattr(torch, _SHORT_NAMES.get(name, name))
+    dtype: torch.dtype = getattr(torch, torch_name(name))
     return dtype
 
 

@@ -8,7 +8,7 @@ import torch
 
 from verl_rc.config.rollout import SyncProofConfig
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
-from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, SyncProofError, check_receipts, engine_precision
+from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, SyncProofError, check_receipts, least_precise
 from verl_rc.weight_sync.sender import SendReceipt
 
 MANIFEST = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))
@@ -110,6 +110,10 @@ def test_not_a_number_is_refused() -> None:
 
 
 def test_precision_is_the_least_precise_part() -> None:
-    assert engine_precision("bfloat16", None, "auto") == "bfloat16"
-    assert engine_precision("bfloat16", "fp8_per_channel", "auto") == "fp8_weights"
-    assert engine_precision("bfloat16", "fp8_per_channel", "fp8") == "fp8_kv_cache"
+    assert least_precise("float32", None, "auto", "float32") == "float32"
+    assert least_precise("float32", None, "auto", "bfloat16") == "bfloat16"  # the default trainer beside a precise engine
+    assert least_precise("float16", None, "auto", "bfloat16") == "bfloat16"
+    assert least_precise("float16", None, "auto", "float32") == "float16"
+    assert least_precise("bfloat16", None, "auto", "float32") == "bfloat16"
+    assert least_precise("bfloat16", "fp8_per_channel", "auto", "bfloat16") == "fp8_weights"
+    assert least_precise("bfloat16", "fp8_per_channel", "fp8", "bfloat16") == "fp8_kv_cache"
