@@ -20,8 +20,8 @@ AlertAction = Literal["warn", "skip", "save_and_stop"]
 class AlertsConfig(StrictModel):
     """``trainer.alerts.*``: actions when training goes wrong.
 
-    ``warn`` sends an alert to W&B and the console. ``skip`` also skips the step's updates; as after every step, the engines then
-    receive the weights again and empty their caches. ``save_and_stop`` skips the updates, writes a checkpoint and ends the run.
+    ``warn`` sends an alert to W&B and the console. ``skip`` also skips the step's updates; the next publication sends the same
+    weights again and empties the engines' caches. ``save_and_stop`` skips the updates, writes a checkpoint and ends the run.
     Where the actor corrects (bypass mode, ``proximal=interpolate``), mismatch and cause are known only after the update, which
     therefore cannot be skipped.
     """

@@ -13,6 +13,7 @@ from verl_rc.ppo.ledger import require_sampled_loss
 from verl_rc.ppo.train_batch import ScoredStep
 from verl_rc.report.verdict.cause import CAUSE
 
+_SKIPPED = "this step's updates are left out; the next publication empties the engines' caches"
 
 def decide_update(
     services: Services, rewards: RewardHistory, samples: Samples, scored: ScoredStep, record: StepRecord, step: int
@@ -71,12 +72,14 @@ def act_on_canary_gap(services: Services, found: float, limit: float, record: St
     """Alert and stop as configured when the gap of canary tokens is unusual."""
     if found > limit:
         record.add({"alerts/gap": 1.0})
-        _act_on_gap(services, "canary tokens", found, limit, step)
+        skipped = "the updates were made before, so none is left out"
+        _act_on_gap(services, "canary tokens", found, limit, step, skipped)
 
 
-def _act_on_gap(services: Services, where: str, found: float, limit: float, step: int) -> bool:
+def _act_on_gap(services: Services, where: str, found: float, limit: float, step: int, skipped: str = _SKIPPED) -> bool:
     text = f"{where}: mean |trainer - rollout log-prob| is {found:.3g} nats, at most {limit:.3g} is usual in this run"
-    return _act(services, services.config.trainer.alerts.gap, "the engines' log-probs are unusually far off", text, step)
+    title = "the engines' log-probs are unusually far off"
+    return _act(services, services.config.trainer.alerts.gap, title, text, step, skipped)
 
 
 def act_on_cause(services: Services, record: StepRecord, step: int) -> bool:
@@ -94,11 +97,14 @@ def book_withheld(batch: TrainBatch, record: StepRecord) -> None:
     record.ledger.book({"withheld": int(torch.count_nonzero(batch.response_mask))})
 
 
-def _act(services: Services, action: AlertAction, title: str, text: str, step: int) -> bool:
-    """Send an alert and do what the action says; returns whether the update is still wanted."""
+def _act(services: Services, action: AlertAction, title: str, text: str, step: int, skipped: str = _SKIPPED) -> bool:
+    """Send an alert and do what the action says; returns whether the update is still wanted.
+
+    ``skipped`` says what the action ``skip`` does.
+    """
     consequence = {
         "warn": "training goes on",
-        "skip": "this step's updates are left out; the engines get the weights anew and empty caches",
+        "skip": skipped,
         "save_and_stop": "the run is saved and ends",
     }[action]
     services.tracker.alert(title, f"{text}; {consequence}", step)

@@ -142,6 +142,9 @@ def test_canary_tokens_with_an_unusual_gap_act_after_the_update() -> None:
     assert (record.value("alerts/gap"), run.stop.decide()) == (None, False)
     guards.act_on_canary_gap(run, 0.3, 0.2, record, step=3)
     assert (record.value("alerts/gap"), run.stop.decide()) == (1, True)
+    run = make_run("trainer.alerts.gap=skip")
+    guards.act_on_canary_gap(run, 0.3, 0.2, record, step=3)
+    assert run.tracker.texts[-1].endswith("the updates were made before, so none is left out")
 
 
 COOLER = {
