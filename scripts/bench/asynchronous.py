@@ -4,7 +4,7 @@ Usage: python scripts/bench/asynchronous.py ratios|tools --model FOLDER --data F
 
 ``ratios``: the quickstart one step off, with sampling about 0.5, 1 and 2 times as long as training. A step should take the longer
 of both sides and the publication. ``tools``: sums with a calculator that sleeps (model and data of recipes/digits_cpu_tools.sh),
-in turns and 1 and 3 steps off.
+in turns and 1 and 3 steps off, and with whole responses.
 """
 
 import argparse
@@ -35,6 +35,7 @@ def calculate(expression: str) -> str:
 CALCULATOR = Tool("calculator", "Evaluates an expression.", {"expression": "What to evaluate."}, calculate)
 '''
 ONE_OFF = ["async=one_step_off"]
+WHOLE = [*ONE_OFF, "async_training.staleness_threshold=2"]
 ARMS = {
     "ratios": {
         "0.5": [*ONE_OFF, "actor_rollout_ref.actor.ppo_epochs=2"],
@@ -45,6 +46,11 @@ ARMS = {
         "in turns": [],
         "1 step off": ["async=partial"],
         "3 steps off": ["async=partial", "async_training.staleness_threshold=3"],
+        "whole, 2 steps off": WHOLE,
+        "whole, 2 steps off, loaded beside": [
+            *WHOLE,
+            "actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True",
+        ],
     },
 }
 OF_TOOLS = [
