@@ -34,6 +34,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_presets(subcommands)
     _add_report(subcommands)
     _add_trace(subcommands)
+    _add_what_if(subcommands)
     return parser
 
 
@@ -146,6 +147,18 @@ def _add_trace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run; the files are written into it")
     parser.add_argument("--steps", metavar="A-B", type=_steps, help="only steps A to B (default: all; drawn: the last six)")
     parser.set_defaults(run=_trace)
+
+
+def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "say what each preset would have done with the tokens that a run recorded, and which one it needs"
+    parser = subcommands.add_parser("what-if", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run with token records")
+    parser.add_argument("--presets", metavar="A,B", help="presets to try (default: all of today)")
+    given = "a field of algorithm.rollout_correction; those given are tried together, as one correction named 'given'"
+    parser.add_argument("--set", metavar="KEY=VALUE", dest="fields", action="append", default=[], help=given)
+    parser.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only records of steps A to B")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.set_defaults(run=_what_if)
 
 
 def _explain(given: argparse.Namespace) -> int:
@@ -302,6 +315,23 @@ def _trace(given: argparse.Namespace) -> int:
         sys.stdout.write(write_timeline(given.folder, given.steps))
     except (ValueError, OSError) as error:
         return _refuse("trace", error)
+    return 0
+
+
+def _what_if(given: argparse.Namespace) -> int:
+    # torch, which no other subcommand and no help text should wait for.
+    from verl_rc.report.run_folder import read_run  # noqa: PLC0415
+    from verl_rc.report.verdict import judge  # noqa: PLC0415
+    from verl_rc.report.what_if import answer, read_batch, tried_configs  # noqa: PLC0415
+
+    try:
+        configs = tried_configs(given.presets, given.fields)
+        verdict = judge(read_run(given.folder))
+        found = answer(read_batch(given.folder, *(given.steps or ())), configs, verdict)
+    except (ValueError, OSError) as error:
+        return _refuse("what-if", error)
+    lines = [json.dumps(found.as_json(), indent=2)] if given.json else found.lines()
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
 
