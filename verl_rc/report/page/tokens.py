@@ -115,7 +115,7 @@ def _profile_table(profile: Profile, largest: float, floor: float | None) -> str
         )
         for bar in profile.bars
     ]
-    head = ("", "", "size", "share of tokens", "of Σl²")
+    head = ("", "", "size", "of tokens", "of Σl²")
     return f"<figure><figcaption>{escaped(profile.title)}</figcaption>{table(head, rows, 'profile')}</figure>"
 
 

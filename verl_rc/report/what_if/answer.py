@@ -134,13 +134,15 @@ def _is_clearly_above(one: Estimate, best: Estimate) -> bool:
     return bool(len(differences)) and float((differences <= 0).double().mean()) < _CONFIDENCE
 
 
-def _complexity(one: Estimate) -> tuple[int, int, int, str]:
-    """Measuring only, token, prefix, row weights; then with bounds on both sides; then with rules."""
+def _complexity(one: Estimate) -> tuple[int, int, int, bool, str]:
+    """Measuring only, token, prefix, row weights; then with bounds on both sides; then with rules. PPO's clip straight against
+    the rollout policy counts as token weights."""
     config = one.config
     fields = config.effective_fields()
     rejects = sum(1 for name in ("rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold") if fields.get(name))
     has_band = config.rollout_is is not None and "_" in str(config.rollout_is_threshold)
-    return rejects, int(has_band), _LEVELS.index(config.rollout_is), one.name
+    level = "token" if config.bypass_mode and config.loss_type == "ppo_clip" else config.rollout_is
+    return rejects, int(has_band), _LEVELS.index(level), config.bypass_mode, one.name
 
 
 def extra_forwards(config: RolloutCorrectionConfig) -> int:

@@ -213,6 +213,15 @@ def test_a_healthy_gap_needs_little(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Too few prompts" in out
 
 
+def test_the_simplest_of_equals_is_chosen() -> None:
+    batch = small_batch([[0.0] * 3] * 6, [[1.0, -1.0, 1.0]] * 6)
+    configs = {name: RolloutCorrectionConfig.from_preset(name) for name in PRESETS}
+    found = answer(batch, configs)
+    assert found.recommended == "disabled"
+    without = {name: config for name, config in configs.items() if config.effective_fields()}
+    assert without[str(answer(batch, without).recommended)].rollout_is == "token"
+
+
 def test_no_preset_is_chosen_where_a_fault_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cooler = {f"rollout_corr/{name}": [value] * 20 for name, value in {**SIGNS, **COOLER}.items()}
     assert main(["what-if", str(recorded_run(tmp_path, cooler))]) == 0
