@@ -123,7 +123,7 @@ class RolloutCorrectionConfig(PresetConstructors):
     """Share of response tokens without a finite log-prob above which the run stops."""
     max_skipped_updates: int = Field(10, ge=1)
     """Consecutive optimizer steps that were skipped because rejection kept no token, after which the run stops."""
-    diagnostics: Literal["core", "full"] = "core"
+    diagnostics: Literal["core", "full"] = "full"
     """core: verl's metrics. full: also percentiles, raw and applied weights, effective sample sizes at every level, which
     tokens are rejected, and signatures of what makes engine and trainer differ."""
 

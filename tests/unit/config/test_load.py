@@ -132,7 +132,7 @@ MISTAKES = [
         "algorithm.adv_estimator=optimal_token_baseline algorithm.rollout_correction.bypass_mode=True",
         "needs the proximal policy's probabilities",
     ),
-    ("trainer.alerts.cause=skip", "trainer.alerts.cause=skip needs signatures"),
+    (f"trainer.alerts.cause=skip {CORRECTION}.diagnostics=core", "trainer.alerts.cause=skip needs signatures"),
     (
         f"trainer.alerts.cause=skip {CORRECTION}.diagnostics=full {CORRECTION}.bypass_mode=True",
         "trainer.alerts.cause=skip needs a cause that is known before the update",

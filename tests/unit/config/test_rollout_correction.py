@@ -69,6 +69,7 @@ def test_settings_are_the_options_as_typed_values(level: str | None) -> None:
             "rollout_rs_threshold": "0.5_4.0,0.01,2.0",
             "rollout_token_veto_threshold": 0.25,
             "nonfinite_logprob": "raise",
+            "diagnostics": "core",
         }
     )
     settings = config.settings()

@@ -145,8 +145,9 @@ def test_a_token_that_is_rejected_for_its_log_prob_counts_as_rejected_and_in_no_
 def test_ages_are_measured_where_asked_for_or_with_full_diagnostics() -> None:
     _, tensors = make(0)
     full = RolloutCorrectionConfig(diagnostics="full")
-    assert not ages_of(compute_rollout_correction(**tensors, config={}).metrics())
-    asked = compute_rollout_correction(**tensors, config={}, by_age=True).metrics()
+    core = RolloutCorrectionConfig(diagnostics="core")
+    assert not ages_of(compute_rollout_correction(**tensors, config=core).metrics())
+    asked = compute_rollout_correction(**tensors, config=core, by_age=True).metrics()
     assert ages_of(asked) == ages_of(compute_rollout_correction(**tensors, config=full).metrics()) != {}
 
 

@@ -252,7 +252,7 @@ def metric_names(fields: Fields) -> dict[str, float]:
 
 
 METRICS_CHANGES: list[tuple[Fields, Fields]] = [
-    ({}, {"diagnostics": "full"}),
+    ({}, {"diagnostics": "core"}),
     ({"bypass_mode": True}, {"bypass_mode": True, "rollout_is": "sequence"}),
     (
         {"bypass_mode": True, "rollout_is": "token"},
