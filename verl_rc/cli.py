@@ -319,10 +319,9 @@ def _trace(given: argparse.Namespace) -> int:
 
 
 def _what_if(given: argparse.Namespace) -> int:
-    # torch, which no other subcommand and no help text should wait for.
-    from verl_rc.report.run_folder import read_run  # noqa: PLC0415
-    from verl_rc.report.verdict import judge  # noqa: PLC0415
-    from verl_rc.report.what_if import answer, read_batch, tried_configs  # noqa: PLC0415
+    from verl_rc.report.run_folder import read_run  # noqa: PLC0415  (the catalogue and yaml)
+    from verl_rc.report.verdict import judge  # noqa: PLC0415  (as above)
+    from verl_rc.report.what_if import answer, read_batch, tried_configs  # noqa: PLC0415  (torch)
 
     try:
         configs = tried_configs(given.presets, given.fields)
