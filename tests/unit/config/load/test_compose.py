@@ -49,7 +49,11 @@ def test_without_groups_there_are_none() -> None:
 
 def test_keys_win_over_groups_and_groups_do_not_keep_them() -> None:
     assert composed("hardware=cpu", keys=("++trainer.nnodes=3",))["trainer"]["nnodes"] == 3  # type: ignore[index]
-    assert composed("hardware=cpu", keys=("~trainer.nnodes",))["trainer"] == {"device": "cpu", "n_gpus_per_node": 1}
+    assert composed("hardware=cpu", keys=("~trainer.nnodes",))["trainer"] == {
+        "device": "cpu",
+        "n_gpus_per_node": 1,
+        "ready_timeout_seconds": 300,
+    }
     assert composed("hardware=cpu")["trainer"]["nnodes"] == 1  # type: ignore[index]
 
 
