@@ -13,7 +13,7 @@ from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPT
 from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.models import ReferenceConfig
-from verl_rc.config.rollout import MultiTurnConfig, RolloutConfig
+from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import RunConfig
 
 
@@ -317,9 +317,20 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             "actor_rollout_ref.rollout.calculate_log_probs must be True: rollout correction and the proof of every weight "
             "update need the engine's log-probs. Got False; drop the override."
         )
-    filtered = {"min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"}
-    for name in sorted(filtered & set(rollout.engine_kwargs.vllm)):
-        yield f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name} changes the sampled distribution and is refused; drop it."
+
+
+def _engine_arguments(config: RunConfig) -> Iterator[str]:
+    given, key = config.actor_rollout_ref.rollout.engine_kwargs.vllm, "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    filters = {"min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logits_processors"}
+    for name in sorted(filters & set(given)):
+        yield f"{key}.{name} changes the sampled distribution and is refused; drop it."
+    for name in sorted(set(OWNED_ENGINE_ARGUMENTS) & set(given)):
+        yield f"{key}.{name}={given[name]} is refused: {OWNED_ENGINE_ARGUMENTS[name]}."
+    if "async_scheduling" in given and config.async_training.on_update != "finish":
+        yield (
+            f"{key}.async_scheduling={given['async_scheduling']} is refused: weights that change under running responses need "
+            "it off, and the run turns it off; drop it."
+        )
 
 
 def _multi_turn(config: RunConfig) -> Iterator[str]:
@@ -439,6 +450,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _overlong_penalty,
     _token_budgets,
     _sampling,
+    _engine_arguments,
     _multi_turn,
     _engine,
     _devices,

@@ -38,7 +38,35 @@ class EngineKwargsConfig(StrictModel):
     """``rollout.engine_kwargs.*``."""
 
     vllm: dict[str, Any] = {}
-    """Further keyword arguments of ``vllm.LLM``; they take precedence over all other keys."""
+    """Further keyword arguments of ``vllm.LLM``. Those that other keys or the run itself set are refused."""
+
+
+_ROLLOUT = "write actor_rollout_ref.rollout"
+_OF_THE_RUN = "the run sets it; drop it"
+_REPLICAS = f"there are engine devices / tensor_model_parallel_size engines, replicas all; {_ROLLOUT}.tensor_model_parallel_size"
+OWNED_ENGINE_ARGUMENTS = {
+    **{
+        name: f"{_ROLLOUT}.{name}"
+        for name in (
+            *("dtype", "load_format", "quantization", "kv_cache_dtype", "gpu_memory_utilization", "enforce_eager"),
+            *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"),
+            "seed",
+        )
+    },
+    "quantization_config": f"{_ROLLOUT}.quantization",
+    "kv_cache_memory_bytes": f"{_ROLLOUT}.kv_cache_megabytes",
+    "num_gpu_blocks_override": f"{_ROLLOUT}.kv_cache_megabytes",
+    "enable_sleep_mode": f"{_ROLLOUT}.free_cache_engine",
+    "tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    "pipeline_parallel_size": _REPLICAS,
+    "data_parallel_size": _REPLICAS,
+    "model": "write actor_rollout_ref.model.path",
+    "trust_remote_code": "write actor_rollout_ref.model.trust_remote_code",
+    **dict.fromkeys(("logprobs_mode", "disable_log_stats", "weight_transfer_config", "worker_extension_cls"), _OF_THE_RUN),
+    **dict.fromkeys(("distributed_executor_backend", "skip_tokenizer_init"), _OF_THE_RUN),
+}
+"""Arguments of ``vllm.LLM`` that are refused in ``engine_kwargs.vllm``, and what to do instead: memory, plan and limit of the gap
+follow the keys that set them."""
 
 
 class CheckpointEngineConfig(StrictModel):

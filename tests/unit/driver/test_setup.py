@@ -1,10 +1,14 @@
 """What a configuration means for the engines, and for how long a run is."""
 
+import ast
 from pathlib import Path
 
 import pytest
 from small_models import small_run_config
+from small_runs import ROOT
 
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS
 from verl_rc.driver.setup import engine_options, steps_of_run
 
 
@@ -18,6 +22,28 @@ def test_prompts_are_cut_on_a_gpu_only(device: str, given: bool, cut: bool, tmp_
 def test_an_engines_own_arguments_win(tmp_path: Path) -> None:
     config = small_run_config(tmp_path, "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32")
     assert engine_options(config, "cpu").arguments["block_size"] == 32
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("more", [(), ("actor_rollout_ref.rollout.kv_cache_megabytes=64",)])
+def test_every_argument_that_the_run_sets_is_refused_among_the_users(device: str, more: tuple[str, ...], tmp_path: Path) -> None:
+    call = next(
+        node
+        for node in ast.walk(ast.parse((ROOT / "verl_rc/rollout/vllm_sampler.py").read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "LLM"
+    )
+    config = small_run_config(tmp_path, *more)
+    of_the_run = {*engine_options(config, device).arguments, *(keyword.arg for keyword in call.keywords if keyword.arg)}
+    assert {"model", "logprobs_mode", "kv_cache_dtype", "enforce_eager"} <= of_the_run
+    assert not of_the_run - set(OWNED_ENGINE_ARGUMENTS) - {"block_size"}
+
+
+def test_the_users_async_scheduling_is_refused_where_the_run_turns_it_off(tmp_path: Path) -> None:
+    given = ("actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=True", "actor_rollout_ref.hybrid_engine=False")
+    assert engine_options(small_run_config(tmp_path, *given), "cpu").arguments["async_scheduling"] is True
+    ahead = (f"{S}.staleness_threshold=1", "algorithm.rollout_correction.preset=decoupled_token_is")
+    with pytest.raises(ConfigError, match=r"vllm.async_scheduling=True is refused: .* drop it"):
+        small_run_config(tmp_path, *given, *ahead)
 
 
 S = "async_training"
