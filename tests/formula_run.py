@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -266,7 +267,7 @@ def live(
         max_model_len=16,
         block_size=4,
     )
-    services.is_due = lambda frequency, step: frequency > 0 and (step % frequency == 0 or step == steps)
+    services.is_due, services.saves_at = partial(Services.is_due, services), partial(Services.saves_at, services)
     train(cast(Services, services), state)
     services.tracker.close()
     return world

@@ -68,9 +68,8 @@ def write(services: Services, state: RunState, record: StepRecord) -> None:
     here, once the one before is written.
     """
     step = state.step
-    frequency = services.config.async_training.rounded_to_publications(services.config.trainer.save_freq)
-    wanted = services.stop.decide() and (frequency > 0 or services.stop.reason is not None)
-    if not services.is_due(frequency, step) and not wanted:
+    wanted = services.stop.decide() and (services.config.trainer.save_freq > 0 or services.stop.reason is not None)
+    if not services.saves_at(step) and not wanted:
         return
     with record.stage("save_checkpoint"):
         _commit_begun(services, wait=True)

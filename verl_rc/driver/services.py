@@ -115,3 +115,7 @@ class Services:
     def is_due(self, frequency: int, step: int) -> bool:
         """Whether something that happens every ``frequency`` steps (<= 0: never) and at the end happens now."""
         return frequency > 0 and (step % frequency == 0 or step == self.total_steps)
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint of ``step`` is due by ``trainer.save_freq`` (rounded up to steps that publish; <= 0: never)."""
+        return self.is_due(self.config.async_training.rounded_to_publications(self.config.trainer.save_freq), step)

@@ -164,11 +164,14 @@ class AsynchronousSupply:
         return limit
 
     def _publishes_beside(self, step: int) -> bool:
-        """Whether whole responses may go on while the weights of ``step`` are published: nothing is to be proven or saved."""
-        services, trainer = self._services, self._services.config.trainer
-        saved = services.is_due(self._options.rounded_to_publications(trainer.save_freq), step) or step == services.total_steps
+        """Whether whole responses may go on while the weights of ``step`` are published: nothing is to be proven or saved.
+
+        After the last step none goes on.
+        """
+        services = self._services
         stages = services.config.actor_rollout_ref.rollout.checkpoint_engine.stage_updates
-        return stages and not (self._cuts or saved or weights.canary_is_due(services, step))
+        ends = step == services.total_steps
+        return stages and not (self._cuts or ends or services.saves_at(step) or weights.canary_is_due(services, step))
 
     def close_step(self, record: StepRecord) -> SupplyState:
         """Close the books of a step, whose update is done; returns what a checkpoint holds.

@@ -82,15 +82,14 @@ class TokenRecorder:
 
     def _why(self, step: int) -> str | None:
         """Why a record of the step is written; None: none is."""
-        config, settings, last_alert = self._services.config, self._settings, self._services.tracker.last_alert
+        settings, last_alert = self._settings, self._services.tracker.last_alert
         if not settings.enable:
             return None
-        save_freq = config.async_training.rounded_to_publications(config.trainer.save_freq)
         reasons = {
             "full": settings.full_freq > 0 and step % settings.full_freq == 0,
             "first": step <= _FIRST_STEPS,
             "alert": last_alert is not None and step - last_alert in (0, 1),
-            "checkpoint": step > 1 and self._services.is_due(save_freq, step - 1),  # its weights are on the disk
+            "checkpoint": step > 1 and self._services.saves_at(step - 1),  # its weights are on the disk
             "regular": step % settings.freq == 0,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)

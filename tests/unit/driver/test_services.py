@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.weight_transport import BroadcastTransport, IpcTransport
+from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.data.dataset import PromptStream
 from verl_rc.driver.services import Services, StoppedByAlertError, StopRequest
 from verl_rc.metrics.sinks import Tracker
@@ -138,3 +140,16 @@ def test_a_scheduler_gets_its_exit_code() -> None:
     with pytest.raises(SystemExit) as raised:
         request.end_if_decided()
     assert raised.value.code == 143
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "every", "saved"),
+    [(3, 1, [3, 6, 7]), (3, 2, [4, 7]), (7, 1, [7]), (100, 1, [7]), (0, 1, []), (-1, 2, [])],
+)
+def test_steps_that_a_checkpoint_is_due_at(save_freq: int, every: int, saved: list[int]) -> None:
+    """With a frequency <= 0 none is, the last step's neither."""
+    asynchrony = AsyncTrainingConfig(trigger_parameter_sync_step=every)
+    config = types.SimpleNamespace(trainer=types.SimpleNamespace(save_freq=save_freq), async_training=asynchrony)
+    services: Any = types.SimpleNamespace(config=config, total_steps=7)
+    services.is_due = functools.partial(Services.is_due, services)
+    assert [step for step in range(1, 8) if Services.saves_at(services, step)] == saved

@@ -57,13 +57,10 @@ def test_first_steps_every_so_many_and_after_checkpoints(tmp_path: Path) -> None
 def test_the_step_of_an_alert_and_the_one_after(tmp_path: Path) -> None:
     services = SimpleNamespace(
         config=SimpleNamespace(
-            trainer=SimpleNamespace(
-                token_records=SimpleNamespace(enable=True, freq=100, full_freq=0), save_freq=-1
-            ),
-            async_training=SimpleNamespace(rounded_to_publications=lambda frequency: frequency),
+            trainer=SimpleNamespace(token_records=SimpleNamespace(enable=True, freq=100, full_freq=0)),
         ),
         tracker=SimpleNamespace(last_alert=41),
-        is_due=lambda frequency, step: False,
+        saves_at=lambda step: False,
         folder=tmp_path,
     )  # fmt: skip
     recorder = TokenRecorder(cast(Services, services), 0)
@@ -160,7 +157,7 @@ def recorded(folder: Path, config: RunConfig, samples: Samples, step: int = 1) -
         folder=folder,
         tokenizer=SimpleNamespace(all_special_ids=[], batch_decode=lambda rows, **_: ["x"] * len(rows)),
         tracker=SimpleNamespace(last_alert=None),
-        is_due=lambda frequency, step: False,
+        saves_at=lambda step: False,
     )
     control, inputs = Control.from_config(config.algorithm), dataclasses.replace(INPUTS, samples=samples)
     scored = scored_step(config, inputs)
