@@ -9,7 +9,6 @@ from verl_rc.config.schema import known_keys
 
 SAYS_WHAT_HAPPENS_ANYWAY = {
     *("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy", "actor_rollout_ref.rollout.name"),
-    *("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.calculate_log_probs", "trainer.balance_batch"),
     *("actor_rollout_ref.actor.optim.optimizer", "critic.optim.optimizer"),
     "actor_rollout_ref.ref.fsdp_config.optimizer_offload",
 }

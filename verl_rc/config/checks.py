@@ -312,11 +312,6 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             f"{rollout.top_p} and {rollout.top_k}. The trainer's log-probs know no such filter, so every ratio would be off; "
             "val_kwargs may filter."
         )
-    if not rollout.calculate_log_probs:
-        yield (
-            "actor_rollout_ref.rollout.calculate_log_probs must be True: rollout correction and the proof of every weight "
-            "update need the engine's log-probs. Got False; drop the override."
-        )
 
 
 def _engine_arguments(config: RunConfig) -> Iterator[str]:

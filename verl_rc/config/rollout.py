@@ -127,8 +127,6 @@ class RolloutConfig(StrictModel):
 
     name: Literal["vllm"] = "vllm"
     """The engine."""
-    mode: Literal["async", "sync"] = "sync"
-    """Accepted for verl's recipes; both values mean the same."""
     n: int = Field(1, ge=1)
     """Samples per prompt."""
     temperature: float = Field(1.0, gt=0)
@@ -141,8 +139,6 @@ class RolloutConfig(StrictModel):
     """Continue generation after the EOS token."""
     response_length: int | None = Field(None, ge=1)
     """Longest response, tokens; null: ``data.max_response_length``."""
-    calculate_log_probs: bool = True
-    """Must be True: the engine's log-probs are what rollout correction corrects with."""
     tensor_model_parallel_size: int = Field(2, ge=1)
     """Devices of one engine."""
     nnodes: int | None = Field(None, ge=1)

@@ -107,8 +107,6 @@ class TrainerConfig(StrictModel):
     """Consecutive optimizer steps that were skipped because their gradient is NaN or infinite, after which the run stops."""
     critic_warmup: int = Field(0, ge=0)
     """Steps before this one train the critic only."""
-    balance_batch: Literal[True] = True
-    """Accepted for verl's recipes; rows are always balanced over ranks by token count."""
     log_val_generations: int = Field(0, ge=0)
     """Validation samples shown in a table."""
     rollout_data_dir: UserPath | None = None

@@ -101,7 +101,7 @@ MISTAKES = [
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.dtype=float32", "write actor_rollout_ref.rollout.dtype."),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=9", "write actor_rollout_ref.rollout.kv_cache_mega"),
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs", "the run sets it; drop it"),
-    ("actor_rollout_ref.rollout.calculate_log_probs=False", "calculate_log_probs must be True"),
+    ("actor_rollout_ref.rollout.calculate_log_probs=False", "calculate_log_probs=False is refused: it must be True"),
     ("actor_rollout_ref.rollout.name=sglang", "the engine sglang is not supported; write vllm"),
     ("actor_rollout_ref.rollout.max_model_len=100", "max_model_len must be at least"),
     ("actor_rollout_ref.rollout.response_length=9999", "response_length must be at most data.max_response_length"),

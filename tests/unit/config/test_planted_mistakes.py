@@ -97,7 +97,13 @@ CONTRADICTIONS: list[Mistake] = [
     ),
     (f"{ROLLOUT}.n=1 algorithm.adv_estimator=opo", f"{ROLLOUT}.n", "compares samples of one prompt", "got 1", ">= 2"),
     (f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_p", "must sample from the whole distribution", "0.9", "top_p=1.0"),
-    (f"{ROLLOUT}.calculate_log_probs=False", "calculate_log_probs", "must be True", "Got False", "drop the override"),
+    (
+        f"{ROLLOUT}.calculate_log_probs=False",
+        "calculate_log_probs",
+        "must be True",
+        "calculate_log_probs=False",
+        "drop the override",
+    ),
     (f"{ROLLOUT}.val_kwargs.n=4", "val_kwargs.n", "would all be equal", "n=4", "val_kwargs.temperature > 0"),
     (
         f"{ROLLOUT}.val_kwargs.do_sample=True",

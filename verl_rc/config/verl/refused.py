@@ -120,6 +120,11 @@ _LORA_LEAVES = {
 """Leaves of ``model.lora`` that are not Megatron's alone."""
 
 _ROLLOUT_LEAVES = {
+    "mode": Refusal("asynchronous runs are made by async_training.staleness_threshold; drop it", ("sync", "async")),
+    "calculate_log_probs": Refusal(
+        "it must be True, rollout correction and the proof of every weight update need the engine's log-probs; drop the override",
+        (True,),
+    ),
     "engine_kwargs.sglang": Refusal("SGLang is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING),
     "engine_kwargs.trtllm": Refusal("TensorRT-LLM is not supported; write engine_kwargs.vllm.* for arguments of vLLM", _NOTHING),
     "full_determinism": _FSDP_LEAVES["full_determinism"],
@@ -203,6 +208,7 @@ _DATA_LEAVES = {
 """Leaves of ``data``."""
 
 _TRAINER_LEAVES = {
+    "balance_batch": Refusal("rows are always balanced over ranks by token count; drop it", (True,)),
     "esi_redundant_time": Refusal("it belongs to a service that is not supported; write 0", (0,)),
     "checkpoint_callback_class": Refusal("checkpoints are folders under trainer.default_local_dir; drop it", _NOTHING),
     "default_hdfs_dir": Refusal("there is no copy to HDFS; write trainer.default_local_dir=<a mounted path>", _NOTHING),
