@@ -49,12 +49,12 @@ class RolloutEngine:
             self._loop.call(lambda _: self._loop.limit(0))
 
     def describe(self) -> dict[str, Any]:
-        """Facts of the running engine: its cache's block size, its threads, how it computes fp8 products (None: it has none)."""
+        """Facts of the running engine: its cache's block size, how it computes fp8 products (None: it has none)."""
 
         def facts(sampler: VllmSampler) -> dict[str, Any]:
             block_size = sampler.llm.llm_engine.vllm_config.cache_config.block_size
             fp8_products = sampler.llm.collective_rpc("fp8_products")[0]
-            return {"block_size": block_size, "threads": torch.get_num_threads(), "fp8_products": fp8_products}
+            return {"block_size": block_size, "fp8_products": fp8_products}
 
         return self._loop.call(facts)
 

@@ -211,16 +211,11 @@ class StepLoop(Generic[S]):
             self._changed.notify_all()
         return command.answer
 
-    def stop(self) -> None:
-        """End the thread after its current step; later calls raise ``RuntimeError``."""
-        self._finish(RuntimeError("the engine's step loop was stopped."))
-        self._thread.join()
-
     def _finish(self, reason: BaseException) -> None:
         with self._changed:
-            self._end = self._end or reason
+            self._end = reason
             for command in self._commands:
-                command.answer.set_exception(self._end)
+                command.answer.set_exception(reason)
             self._commands.clear()
             self._changed.notify_all()
 
@@ -287,12 +282,12 @@ class StepLoop(Generic[S]):
     def _run(self, build: Callable[[], S]) -> None:
         try:
             sampler = build()
-            while self._end is None:
+            while True:
                 command = self._next_command()
                 self._return_to_batch(sampler)
                 if command is not None:
                     self._run_command(command, sampler)
-                elif self._end is None and self._may_step():
+                elif self._may_step():
                     began = time.time()
                     self._begin_waiting(sampler)
                     self._deliver(sampler.step())
@@ -312,7 +307,7 @@ class StepLoop(Generic[S]):
         with self._changed:
             if not self._commands:  # so no submission is queued
                 self._cancelled.clear()
-            self._changed.wait_for(lambda: self._back or self._may_run_command() or self._may_step() or self._end is not None)
+            self._changed.wait_for(lambda: self._back or self._may_run_command() or self._may_step())
             return self._commands.popleft() if self._may_run_command() else None
 
     def _may_run_command(self) -> bool:

@@ -142,7 +142,6 @@ def converse(tokenizer: Any, scripts: list[list[list[int]]], max_tokens: int = 6
     """Conversations whose prompt is one token, their number; returns what the sampler was asked, and the responses."""
     sampler, loop, box = talk(tokenizer, scripts, max_tokens, **config)
     responses = dict(loop.take(box, len(scripts), PATIENCE))
-    loop.stop()
     return sampler.calls, [responses[number].whole(number) for number in range(len(scripts))]
 
 
@@ -178,7 +177,6 @@ def test_each_conversation_takes_its_turns_at_its_own_pace(tokenizer: Any) -> No
     assert (first, response.tool_turns) == (1, 3)
     go_on.set()
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [0]
-    loop.stop()
 
 
 def test_a_sample_that_waits_for_its_tool_counts_among_those_that_have_begun(tokenizer: Any) -> None:
@@ -193,7 +191,6 @@ def test_a_sample_that_waits_for_its_tool_counts_among_those_that_have_begun(tok
     go_on.set()
     assert [number for number, _ in loop.take(box, 2, PATIENCE)] == [0, 1]
     assert [asked.number for asked in sampler.calls] == [0, 0, 1]
-    loop.stop()
 
 
 def test_an_update_that_waits_for_the_end_of_all_waits_for_tools_too(tokenizer: Any) -> None:
@@ -206,7 +203,6 @@ def test_an_update_that_waits_for_the_end_of_all_waits_for_tools_too(tokenizer: 
     threading.Thread(target=lambda: update.set_result(loop.call(lambda _: len(box), after="all"))).start()
     go_on.set()
     assert update.result(PATIENCE) == 1  # the sample was in its box when the update began
-    loop.stop()
 
 
 def test_a_cancelled_sample_is_forgotten_while_its_tool_is_at_work_or_fails(tokenizer: Any) -> None:
@@ -220,7 +216,6 @@ def test_a_cancelled_sample_is_forgotten_while_its_tool_is_at_work_or_fails(toke
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]
     loop.submit([QueuedSample(1, GenerationRequest([1], seed=5), options(end=tokenizer.eos_token_id))], box)
     assert [number for number, _ in loop.take(box, 1, PATIENCE)] == [1]  # the loop lives
-    loop.stop()
 
 
 def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -> None:
@@ -238,7 +233,6 @@ def test_a_response_goes_on_from_its_parts_with_the_same_seeds(tokenizer: Any) -
         request = GenerationRequest([0], 100, parts=parts, tool_calls=len(parts) - 1 if isinstance(parts[1], Answer) else 0)
         loop.submit([QueuedSample(0, request, options(end=tokenizer.eos_token_id))], box)
         ((_, response),) = loop.take(box, 1, PATIENCE)
-        loop.stop()
         assert response.token_ids == call + answer + said
         assert (response.tool_turns, response.tool_calls) == (1, 1)
         assert [(asked.prompt_token_ids, asked.seed) for asked in sampler.calls] == [
@@ -277,7 +271,6 @@ def test_a_tool_that_fails_fails_its_sample_and_no_other(how: str, tokenizer: An
     assert response.tool_calls == 1
     assert loop.call(lambda _: len(box), after="all") == 0  # an update waits for none of them
     hanging.set()
-    loop.stop()
 
 
 def test_what_follows_from_an_error_of_the_program_ends_the_engine(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,14 +171,12 @@ def cause_of(step: Step) -> Cause | None:
     return next((cause for cause in CAUSES if all(name in step for name in cause.needs) and cause.holds(step)), None)
 
 
-def statement_of(
-    cause: Cause, seen: Sequence[Step], temperature: float, steps: tuple[int, int] | None = None, certain: bool = True
-) -> Statement:
+def statement_of(cause: Cause, seen: Sequence[Step], temperature: float, steps: tuple[int, int] | None = None) -> Statement:
     """What is said of a cause that was ``seen`` in these steps; ``temperature`` is that of the configuration."""
     evidence = {name: statistics.median(step[name] for step in seen) for name in cause.needs}
     filled = evidence | _derived(evidence, temperature)
     said = say("gap", cause.name, "fault", cause.sentence, filled, steps=steps, next_test=cause.next_test, row=cause.row)
-    return replace(said, overrides=cause.overrides, confidence="named" if certain else "likely")
+    return replace(said, overrides=cause.overrides, confidence="named")
 
 
 def _derived(evidence: Mapping[str, float], temperature: float) -> dict[str, float]:

@@ -93,7 +93,7 @@ def test_sentences_name_the_temperature_and_the_kept_mass() -> None:
     assert "samples at temperature 0.70 and reports log-probs at 1.00" in statement_of(raw, [HEALTHY | RAW], 0.7).sentence
     dropped = cause_of(HEALTHY | FILTER)
     assert dropped is not None
-    assert "96.2%" in statement_of(dropped, [HEALTHY | FILTER], 1.0, certain=False).text
+    assert "96.2%" in statement_of(dropped, [HEALTHY | FILTER], 1.0).text
     for row, changed in PLANTED.items():
         found = cause_of(HEALTHY | changed)
         assert found is not None
