@@ -8,6 +8,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_rc.cluster.remote import RemoteError
+from verl_rc.config.checks import quantization_problem
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.workers.host import usable_cores
@@ -59,13 +60,15 @@ class Placement:
 def plan_placement(config: RunConfig) -> Placement:
     """Decide the processes of a run on the connected cluster and reserve their places.
 
-    Raises ``ConfigError`` when there are fewer devices than asked for (GPUs on a GPU cluster, cores on a CPU), and
-    ``RemoteError`` when the places do not become free within ``trainer.ready_timeout_seconds``.
+    Raises ``ConfigError`` when there are fewer devices than asked for (GPUs on a GPU cluster, cores on a CPU) or engines cannot
+    be quantised so on them, and ``RemoteError`` when the places do not become free within ``trainer.ready_timeout_seconds``.
     """
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     total = ray.cluster_resources()
     device = trainer.device if trainer.device != "auto" else ("cuda" if total.get("GPU", 0) else "cpu")
     _check_nodes(config, device)
+    if problem := quantization_problem(rollout, device):
+        raise ConfigError(problem)
     if device == "cpu":
         _check_cores(config)
     engines_per_node = max(1, config.num_engines // (rollout.nnodes or trainer.nnodes))

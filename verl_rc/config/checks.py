@@ -351,14 +351,21 @@ def _engine(config: RunConfig) -> Iterator[str]:
         )
     elif problem := _engines_of_a_node(config):
         yield problem
-    if config.trainer.device == "cpu" and rollout.quantization in _UNUSABLE_QUANTIZATIONS:
-        reason = _UNUSABLE_QUANTIZATIONS[rollout.quantization]
-        yield f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
+    if problem := quantization_problem(rollout, config.trainer.device):
+        yield problem
     if rollout.val_kwargs.n > 1 and (rollout.val_kwargs.temperature == 0 or rollout.val_kwargs.do_sample is False):
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be equal: pass "
             "val_kwargs.do_sample=True and a val_kwargs.temperature > 0, or val_kwargs.n=1."
         )
+
+
+def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
+    """Say why the engines' quantization cannot be used on ``device``, or None; of ``auto`` nothing is known yet."""
+    reason = _UNUSABLE_QUANTIZATIONS.get(rollout.quantization or "")
+    if device != "cpu" or reason is None:
+        return None
+    return f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
 
 
 def _engines_of_a_node(config: RunConfig) -> str | None:

@@ -54,6 +54,14 @@ def test_too_few_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_quantization_that_no_cpu_has(device: str, tmp_path: Path) -> None:
+    """With ``auto`` the device is known only now."""
+    with pytest.raises(ConfigError, match=r"rollout.quantization=fp8 cannot be used on a CPU: .* use fp8_per_channel"):
+        plan_placement(small_run_config(tmp_path, f"trainer.device={device}", "actor_rollout_ref.rollout.quantization=fp8"))
+
+
+@pytest.mark.usefixtures("cluster")
 def test_too_few_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "usable_cores", lambda: 1)
     with pytest.raises(ConfigError, match="this process may use 1"):
