@@ -13,7 +13,7 @@ _CORRECTION = "algorithm.rollout_correction"
 _CHOICES = {"rollout_is", "rollout_rs", "rollout_token_veto_threshold", "rollout_opsm_threshold", "bypass_mode"}
 """Fields of rollout correction. One of them is given where a correction was chosen; a preset gives ``rollout_is``."""
 
-_NEEDS_ASYNCHRONY = (
+NEEDS_ASYNCHRONY = (
     "max_off_policy_threshold",
     "max_off_policy_strategy",
     "order",
@@ -23,6 +23,7 @@ _NEEDS_ASYNCHRONY = (
     "deterministic_steps",
     "max_concurrent_rollouts",
 )
+"""Fields that a synchronous run refuses unless they have their default."""
 
 
 def check_async_training(config: RunConfig) -> Iterator[str]:
@@ -32,7 +33,7 @@ def check_async_training(config: RunConfig) -> Iterator[str]:
     yield from _interpolation(config)
     yield from _staging(config)
     if options.is_synchronous:
-        for key in _NEEDS_ASYNCHRONY:
+        for key in NEEDS_ASYNCHRONY:
             if _differs(options, key):
                 yield (
                     f"{_SECTION}.{key}={getattr(options, key)} has no effect in a synchronous run "

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from verl_rc.config.async_checks import NEEDS_ASYNCHRONY
+from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.run_folder.foreign import rejects
@@ -259,10 +261,18 @@ def _staleness(run: RunData) -> list[Statement]:
             confidence="named" if len(youngest) > 2 else "likely",
             steps=floor.steps,
             next_test="Correct it with token weights, or let the engines be fewer updates behind.",
-            overrides=("async_training.staleness_threshold=0",),
+            overrides=_no_lead(run),
             row=16,
         )
     ]
+
+
+def _no_lead(run: RunData) -> tuple[str, ...]:
+    """The override that ends the engines' lead; empty where it is not verl_rc's key, or other keys would have to go with it."""
+    defaults = {f"async_training.{key}": AsyncTrainingConfig.model_fields[key].default for key in NEEDS_ASYNCHRONY}
+    defaults |= {f"{_ROLLOUT}.checkpoint_engine.stage_updates": False, f"{_CORRECTION}.proximal": "recompute"}
+    stands_alone = all(run.settings.get(key, default) == default for key, default in defaults.items())
+    return ("async_training.staleness_threshold=0",) if run.is_own and stands_alone else ()
 
 
 def _policy_distance(run: RunData, steps: Sequence[int]) -> list[float]:
@@ -300,7 +310,7 @@ def _kept_weights(run: RunData, gap: Series) -> list[Statement]:
             steps=(gap.steps[0], gap.steps[-1]),
             next_test="Compare a tensor of the engine with the trainer's after a sync; verl_rc's canary compares log-probs at "
             "every update with canary_freq=1. " + NO_CORRECTION,
-            overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",),
+            overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",) if run.is_own else (),
             row=18,
         )
     ]

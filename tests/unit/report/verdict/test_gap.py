@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted_series import COOLER, SIGNS, STEPS, healthy, planted, ramp, wave
+from sound_run import sound_run
 
+from verl_rc.config.errors import ConfigError
+from verl_rc.config.load import load_run_config
+from verl_rc.config.schema import leaves_of, public_values
 from verl_rc.report.run_folder import Series
 from verl_rc.report.run_folder.foreign import FILE_LOGGER
 from verl_rc.report.verdict.cause import PREFIX
@@ -126,6 +130,38 @@ def test_row_16_the_gap_is_linear_in_age():
     assert (found.cause, found.confidence, found.row) == ("staleness", "named", 16)
     assert found.evidence["slope"] == pytest.approx(0.022, rel=0.05)
     assert "async_training.staleness_threshold=0" in found.overrides
+
+
+@pytest.mark.parametrize(
+    ("given", "offered"),
+    [
+        ("", True),
+        ("async_training.partial_rollout=False", True),
+        ("async_training.partial_rollout=False async_training.trigger_parameter_sync_step=2", True),
+        ("async_training.max_concurrent_rollouts=8", False),
+        ("async_training.order=admitted async_training.kv_cache_on_update=keep", False),
+        ("actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True async_training.partial_rollout=False", False),
+        ("algorithm.rollout_correction.proximal=interpolate", False),
+    ],
+)
+def test_row_16_offers_what_the_run_takes(given: str, offered: bool):
+    asynchronous = ["async_training.staleness_threshold=1", "actor_rollout_ref.hybrid_engine=False"]
+    run = [*sound_run(), *asynchronous, "algorithm.rollout_correction.preset=decoupled_token_is", *given.split()]
+    run += ["actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.device=cpu"]
+    settings = dict(leaves_of(public_values(load_run_config(run))))
+    found = only(judge_gap(planted(aged({0: 0.014, 1: 0.05}), settings=settings)))
+    assert found.overrides == (("async_training.staleness_threshold=0",) if offered else ())
+    if offered:
+        load_run_config([*run, *found.overrides])
+    else:
+        with pytest.raises(ConfigError, match=r"no effect|interpolates"):
+            load_run_config([*run, "async_training.staleness_threshold=0"])
+
+
+def test_verls_runs_are_offered_no_keys_that_verl_lacks():
+    for metrics in (aged({0: 0.014, 1: 0.05}), pinned(0.5)):
+        assert only(judge_gap(planted(metrics, source=FILE_LOGGER))).overrides == ()
+    assert only(judge_gap(planted(pinned(0.5)))).overrides == ("actor_rollout_ref.rollout.sync_proof.canary_freq=1",)
 
 
 def test_row_16_with_two_ages_is_likely_and_without_growth_silent():
