@@ -19,6 +19,8 @@ from ray.exceptions import RayActorError
 from small_models import small_run_config
 
 from verl_rc.cluster import remote
+from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.placement import Placement
 from verl_rc.config.models import FsdpConfig
 from verl_rc.config.run import RunConfig
@@ -462,6 +464,9 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
         get=lambda reference: reference.get(ledger),
         kill=lambda actor: actor.kill(),
     )
+    # A run in the same test process may have put faulty classes in their place.
+    monkeypatch.setattr(ActorGroup, "worker", "ledger:PolicyWorker")
+    monkeypatch.setattr(EngineGroup, "worker", "ledger:RolloutEngine")
     monkeypatch.setattr(remote, "ray", fake_ray)
     monkeypatch.setattr(remote, "_Process", SimpleNamespace(options=options))
     monkeypatch.setattr(remote.RemoteProcess, "_start", start_named)
