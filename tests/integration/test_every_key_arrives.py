@@ -43,7 +43,8 @@ SHOWN_ELSEWHERE = {
     f"{PENALTY}.max_resp_len {PENALTY}.overlong_buffer_cfg.len {PENALTY}.overlong_buffer_cfg.penalty_factor "
     f"{PENALTY}.overlong_buffer_cfg.log",
     "tests/unit/driver/test_scoring.py": "reward.on_failure reward.failure_score",
-    "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse trainer.alerts.cause",
+    "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse trainer.alerts.cause "
+    "trainer.alerts.gap",
     # only a GPU has memory to spare
     "tests/integration/test_on_gpu.py": "actor_rollout_ref.actor.fsdp_config.param_offload "
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.ref.fsdp_config.param_offload "
