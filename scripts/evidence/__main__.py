@@ -29,7 +29,7 @@ def write_page() -> None:
     for name, study in STUDIES.items():
         runs = known_runs(RESULTS / f"{name}.jsonl", study)
         if runs:
-            draw(study, runs, RESULTS / f"{name}.png")
+            draw(name, study, runs, RESULTS)
         blocks += section(name, study, runs)
     PAGE.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 

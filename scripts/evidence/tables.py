@@ -71,9 +71,12 @@ def _mean(runs: Sequence[Run], name: str) -> str:
     return f"{sum(values) / len(values):.3g}" if values else "—"
 
 
-def draw(study: Study, runs: Mapping[tuple[str, int], Run], path: Path) -> Path:
-    """Accuracy over steps: a line for each seed, a colour for each arm."""
-    return write_picture(path, (8.4, 4.6), partial(_draw, arms=list(by_arm(study, runs))))
+def draw(name: str, study: Study, runs: Mapping[tuple[str, int], Run], folder: Path) -> None:
+    """Accuracy over steps: a line for each seed, a colour for each arm, a picture for each of ``study.figures``."""
+    for word in study.figures:
+        arms = [(arm, found) for arm, found in by_arm(study, runs) if word in arm.split()]
+        if arms:
+            write_picture(folder / f"{name}_{word}.png", (8.4, 4.6), partial(_draw, arms=arms))
 
 
 def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
@@ -95,7 +98,9 @@ def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> lis
     number = sum(len(found) for _, found in by_arm(study, runs))
     hours = sum(run.seconds for run in runs.values()) / 3600
     all_runs = len(study.arms) * len(study.seeds)
-    found = ["\n".join(table(study, runs)), f"![accuracy over steps, by arm](evidence/{name}.png)"] if runs else []
+    drawn = [word for word in study.figures if any(word in arm.split() for arm, _ in by_arm(study, runs))]
+    pictures = [f"![accuracy over steps, arms with {word}](evidence/{name}_{word}.png)" for word in drawn]
+    found = ["\n".join(table(study, runs)), *pictures] if runs else []
     prose = (
         study.question,
         f"Expected, before the first run: {study.expectation}",

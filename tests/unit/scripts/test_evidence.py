@@ -13,7 +13,7 @@ from evidence.tables import has_collapsed, interval, section
 
 from verl_rc.config.load import load_run_config
 
-STUDY = Study("why?", "this", "that", ("common=1",), {"a": ("x=1",), "b": ("x=2",)}, (1, 2), 1.0, ("b",))
+STUDY = Study("why?", "this", "that", ("common=1",), {"a": ("x=1",), "b": ("x=2",)}, (1, 2), 1.0, ("a", "b"), ("b",))
 
 
 class Trainer:
