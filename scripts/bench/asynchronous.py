@@ -46,8 +46,8 @@ ARMS = {
         "in turns": [],
         "1 step off": ["async=partial"],
         "3 steps off": ["async=partial", "async_training.staleness_threshold=3"],
-        "whole, 2 steps off": WHOLE,
-        "whole, 2 steps off, loaded beside": [
+        "whole 2 steps off": WHOLE,
+        "whole 2 steps off loaded beside": [
             *WHOLE,
             "actor_rollout_ref.rollout.checkpoint_engine.stage_updates=True",
         ],
