@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from planned_runs import ON_8_GPUS, config_of
 from small_checkpoints import whole
 from small_models import free_port, make_train_batch, small_run_config, write_small_model
 from small_runs import ROOT
+from two_processes import run_two_ranks
 
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare
@@ -59,12 +59,7 @@ def run_rank(rank: int, folder: Path, ports: list[int]) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
     folder = write_small_model(tmp_path_factory.mktemp("model"))
     ports = [free_port() for _ in range(2 * len(CASES))]
-    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, folder, ports)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=600)
-        assert process.exitcode == 0
+    run_two_ranks(run_rank, folder, ports)
     gradients: dict[tuple[str, bool], dict[str, torch.Tensor]] = torch.load(folder / "found_0.pt")
     return gradients
 

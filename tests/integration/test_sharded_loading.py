@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from small_models import VOCABULARY, free_port, make_tokens, small_model_config
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
+from two_processes import run_two_ranks
 
 from verl_rc.config.models import ModelConfig
 from verl_rc.distributed.fsdp import shard_model, transformer_layers
@@ -163,12 +163,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     root = tmp_path_factory.mktemp("models")
     write_models(root)
     port = free_port()
-    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, root, port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=600)
-        assert process.exitcode == 0
+    run_two_ranks(run_rank, root, port)
     return [torch.load(root / f"found_{rank}.pt") for rank in range(2)]
 
 
