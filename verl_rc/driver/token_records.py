@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -125,21 +126,28 @@ class TokenRecorder:
         if contents != "numbers_only":
             tokens["response_ids"] = ids
         return TokenRecord(
-            {**self._facts(control), "step": step, "why": why, "current_version": step - 1, **_of_the_batch(samples)},
+            {
+                **self._facts,
+                "correction": control.correction(config.algorithm.rollout_correction).model_dump(mode="json"),
+                "step": step,
+                "why": why,
+                "current_version": step - 1,
+                **_of_the_batch(samples),
+            },
             _row_columns(samples, chosen),
             lengths.numpy(),
             tokens,
             prompts if contents == "full" else None,
         )
 
-    def _facts(self, control: Control) -> dict[str, Any]:
-        """What is the same for all rows of the step."""
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What is the same for all steps."""
         config, public = self._services.config, public_values(self._services.config)
         rollout = config.actor_rollout_ref.rollout
         return {
             "sampling": {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k")},
             "engine": {name: getattr(rollout, name) for name in ("dtype", "quantization", "kv_cache_dtype")},
-            "correction": control.correction(config.algorithm.rollout_correction).model_dump(mode="json"),
             "contents": self._settings.contents,
             "config_hash": hashlib.sha256(json.dumps(public, sort_keys=True).encode()).hexdigest()[:16],
         }
