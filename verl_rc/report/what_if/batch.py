@@ -73,19 +73,20 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
     for record, index in rows:
         numbers.setdefault((record.step, int(record.rows["group"][index])), len(numbers))
     has_gradients = all("noise_scale" in record.tokens for record in records)
-    ids = np.unique(np.concatenate([_ids(record) for record in records]))
+    ids_of = {record.step: _ids(record) for record in records}
+    distinct = np.unique(np.concatenate(list(ids_of.values())))
+    # A token's direction is the place of its id among all that were recorded.
+    columns = {
+        record.step: {**record.tokens, "direction": np.searchsorted(distinct, ids_of[record.step])} for record in records
+    }
 
     def padded(name: str, kind: torch.dtype) -> Tensor:
         values = torch.zeros(len(rows), width, dtype=kind)
         for place, (record, index) in enumerate(rows):
-            of_row = torch.from_numpy(record.tokens[name][record.of_row(index)].copy())
+            of_row = torch.from_numpy(columns[record.step][name][record.of_row(index)].copy())
             values[place, : len(of_row)] = of_row.to(kind)
         return values
 
-    directions = torch.zeros(len(rows), width, dtype=torch.int64)
-    for place, (record, index) in enumerate(rows):
-        of_row = _ids(record)[record.of_row(index)]
-        directions[place, : len(of_row)] = torch.from_numpy(np.searchsorted(ids, of_row))
     mask = padded("response_mask", torch.bool)
     gradients = padded("noise_scale", torch.float64).square() if has_gradients else mask.double()
     return RecordedBatch(
@@ -96,7 +97,7 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         scores=torch.tensor([float(record.rows["score"][index]) for record, index in rows]),
         prompts=torch.tensor([numbers[record.step, int(record.rows["group"][index])] for record, index in rows]),
         gradients=gradients,
-        directions=directions,
+        directions=padded("direction", torch.int64),
         has_gradients=has_gradients,
         steps=[record.step for record in records],
     )
