@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -89,19 +90,20 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
 
 def gather_full_tensors(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Whole tensors behind shards, detached, in ``dtype``; one collective for all that are sharded, of values already cast."""
-    shards = [tensor.detach() for tensor in tensors]
-    sharded = [shard for shard in shards if isinstance(shard, DTensor) and shard.device_mesh.size() > 1]
-    gathered = iter(_gather(sharded, dtype) if sharded else [])
-    return [
-        next(gathered)
-        if isinstance(shard, DTensor) and shard.device_mesh.size() > 1
-        else (shard.to_local() if isinstance(shard, DTensor) else shard).to(dtype)
-        for shard in shards
-    ]
+    here = [tensor.detach() for tensor in tensors]
+    gathered = iter(_gather([one for one in here if _is_divided(one)], dtype))
+    return [next(gathered) if _is_divided(one) else gather_full_tensor(one).to(dtype) for one in here]
+
+
+def _is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether other ranks hold parts of the tensor."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
 
 
 def _gather(shards: Sequence[DTensor], dtype: torch.dtype) -> list[Tensor]:
     """Of one mesh, all cut along their first dimension."""
+    if not shards:
+        return []
     mesh = shards[0].device_mesh
     ranks = mesh.size()
     rows = [-(-shard.shape[0] // ranks) for shard in shards]  # the last ranks may have fewer, or none
