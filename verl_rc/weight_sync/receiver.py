@@ -88,8 +88,8 @@ class WeightReceiver(WeightTransferEngine[ReceiverAddress, ReceiveRequest]):
         self.digests, self.loaded = {}, set()
         self._updating = True
         initialize_layerwise_reload(self.model)
-        # In loadable form, without what online quantisation derives from weights, under whatever name; but with the scales of an
-        # fp8 cache, which only some checkpoints have.
+        # A model in loadable form has no parameters that online quantisation derives from weights. It has the scales of an fp8
+        # cache, which only some checkpoints fill.
         self.expected = {name for name, _ in self.model.named_parameters() if not name.endswith("_scale")}
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -107,7 +107,7 @@ ALL = range(1, STEPS + 1)
 
 
 def test_the_trainer_goes_on_and_nothing_else_changes(tmp_path: Path) -> None:
-    """§5.3: a response has the version of its admission, whatever the time; the next publication waits for the last one."""
+    """§5.3: a response has the version of its admission at any speed. The next publication waits for the last one."""
     whole, staged = OneAtATime(), OneAtATime()
     run(tmp_path / "whole", "trainer.save_freq=-1", f"{CANARIES}=0", world=whole)
     run(tmp_path / "staged", "trainer.save_freq=-1", f"{CANARIES}=0", STAGED, world=staged)

@@ -126,8 +126,8 @@ def test_a_prompt_with_samples_missing_is_judged_by_those_there():
 
 
 def test_majority_needs_an_answer():
-    nobody = summarise_samples([ValidationSample(0, 1.0), ValidationSample(0, 0.0)], 2)
-    assert not [name for name in nobody if name.startswith("maj")]
+    unanswered = summarise_samples([ValidationSample(0, 1.0), ValidationSample(0, 0.0)], 2)
+    assert not [name for name in unanswered if name.startswith("maj")]
     one = summarise_samples([ValidationSample(0, 1.0, "a"), ValidationSample(0, 0.0), ValidationSample(0, 0.0)], 3)
     assert one["maj@3/mean"] == pytest.approx(7 / 27)  # no answer, given twice, wins with 20/27
 

@@ -1,4 +1,4 @@
-"""A broadcast whose members do not all take part ends at its deadline, whatever the transport's own wait does."""
+"""A broadcast ends at its deadline when a member does not take part, also where the transport itself waits longer."""
 
 import time
 from typing import Any

@@ -19,7 +19,7 @@ _TURNS = (1, 2, 3, 4)
 _MOST_SOURCES = 8
 _DRAWS = 200
 _MOST_BLOCKS = 1_000
-"""Rows are joined to so many blocks before they are drawn, whatever their number."""
+"""Blocks that rows are joined to, and which are drawn then."""
 _BAND = (5.0, 95.0)
 _FLOOR_STEPS = 2
 

@@ -34,7 +34,7 @@ CONFIGS = {name: RolloutCorrectionConfig.model_validate(dict(method.config)) for
 
 
 def sampled(problem: exactness.Problem, rows: int, seed: int) -> RecordedBatch:
-    """Responses of the rollout policy, each of a prompt of its own, with the gradients of their tokens for all logits."""
+    """Sample responses from the rollout policy. Each has its own prompt, and its tokens have their gradients for all logits."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(exactness.rollout_probabilities(problem), rows, replacement=True, generator=generator)
     logits = torch.tensor(problem.logits, dtype=torch.float64)
