@@ -71,7 +71,7 @@ def plan_placement(config: RunConfig) -> Placement:
         raise ConfigError(problem)
     if device == "cpu":
         _check_cores(config)
-    engines_per_node = max(1, config.num_engines // (rollout.nnodes or trainer.nnodes))
+    engines_per_node = max(1, config.num_engines // rollout.nnodes)
     trainer_threads, engine_threads = _threads(config, device, engines_per_node)
     rank_places, engine_places = _reserve(config, device, min(1.0, total.get("CPU", 1.0) / config.num_processes))
     return Placement(
@@ -80,7 +80,7 @@ def plan_placement(config: RunConfig) -> Placement:
         num_engines=config.num_engines,
         trainer_threads=trainer_threads,
         engine_threads=engine_threads,
-        one_node=trainer.nnodes == 1 and (rollout.nnodes or 1) == 1,
+        one_node=trainer.nnodes == 1 and rollout.nnodes == 1,
         shares_devices=config.actor_rollout_ref.hybrid_engine,
         rank_places=tuple(rank_places),
         engine_places=tuple(engine_places),
@@ -116,7 +116,7 @@ def _check_nodes(config: RunConfig, device: str) -> None:
     judge = config.reward.reward_model
     of_judge = judge.n_gpus_per_node if judge.enable else 0
     needed, found = config.num_devices + of_judge, int(sum(node.get("GPU", 0) for node in nodes))
-    per_node = max(config.trainer.n_gpus_per_node, (rollout.n_gpus_per_node or 0) if own_pool else 0)
+    per_node = max(config.trainer.n_gpus_per_node, rollout.n_gpus_per_node if own_pool else 0)
     fitting = sum(node.get("GPU", 0) >= per_node for node in nodes)
     if needed > found or fitting < config.trainer.nnodes:
         engines = f" and {config.num_devices - config.num_ranks} for engines" if own_pool else ""

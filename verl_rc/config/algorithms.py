@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from verl_rc.config.schema import StrictModel
+from verl_rc.config.schema import StrictModel, follows
 
 LossAggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -53,10 +53,10 @@ class RatioOptions(StrictModel):
 
     clip_ratio: float = Field(0.2, ge=0)
     """Clip range of the probability ratio on both sides, where the next two are null."""
-    clip_ratio_low: float | None = Field(None, ge=0)
-    """Clip range below 1; null: ``clip_ratio``. ``dppo_tv``: a difference of probabilities, ``dppo_kl``: nats."""
-    clip_ratio_high: float | None = Field(None, ge=0)
-    """Clip range above 1; null: ``clip_ratio``. In the units of ``clip_ratio_low``."""
+    clip_ratio_low: float | None = follows("actor_rollout_ref.actor.clip_ratio", ge=0)
+    """Clip range below 1. ``dppo_tv``: a difference of probabilities, ``dppo_kl``: nats."""
+    clip_ratio_high: float | None = follows("actor_rollout_ref.actor.clip_ratio", ge=0)
+    """Clip range above 1. In the units of ``clip_ratio_low``."""
     clip_ratio_c: float = Field(3.0, gt=1)
     """Dual clip: bound of the loss where the advantage is negative, as a multiple of it. ``dppo_*``: cap of the ratio."""
     tau_pos: float = Field(1.0, gt=0)

@@ -81,9 +81,9 @@ def check_files(config: RunConfig) -> None:
                if not Path(path).expanduser().is_file()]  # fmt: skip
     models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
     if config.needs_critic:
-        models["critic.model.path"] = str(config.critic.model.path)
+        models["critic.model.path"] = config.critic.model.path
     if config.needs_reference:
-        models["actor_rollout_ref.ref.model_path"] = str(config.actor_rollout_ref.ref.model_path)
+        models["actor_rollout_ref.ref.model_path"] = config.actor_rollout_ref.ref.model_path
     if config.reward.reward_model.enable:
         models["reward.reward_model.model_path"] = str(config.reward.reward_model.model_path)
     given = dict.fromkeys(models.values())  # a path that several keys follow is named once, by the first
@@ -136,7 +136,7 @@ def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
     ranks, samples = config.num_ranks, config.actor_rollout_ref.rollout.n
     minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": mini}
     if config.needs_critic and config.critic.ppo_mini_batch_size not in (None, mini):
-        minis["critic.ppo_mini_batch_size"] = int(config.critic.ppo_mini_batch_size or 1)
+        minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
     for key, size in minis.items():
         if batch % size:
             yield (
@@ -254,7 +254,7 @@ def _dynamic_sampling(config: RunConfig) -> Iterator[str]:
 
 def _overlong_penalty(config: RunConfig) -> Iterator[str]:
     kwargs = config.reward.reward_kwargs
-    buffer, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or config.data.max_response_length
+    buffer, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len
     key = "reward.reward_kwargs.overlong_buffer_cfg"
     if buffer.enable and (buffer.len is None or buffer.len > longest):
         yield (
@@ -278,7 +278,7 @@ def _token_budgets(config: RunConfig) -> Iterator[str]:
     for section, forward in forwards.items():
         budget = forward.log_prob_max_token_len_per_gpu
         is_the_actors = actor.use_dynamic_bsz and budget == actor.ppo_max_token_len_per_gpu
-        if forward.log_prob_use_dynamic_bsz and budget is not None and budget < longest and not is_the_actors:
+        if forward.log_prob_use_dynamic_bsz and budget < longest and not is_the_actors:
             yield f"{section}.log_prob_max_token_len_per_gpu must hold the longest sequence ({where}), got {budget}."
         if not forward.log_prob_use_dynamic_bsz and forward.log_prob_micro_batch_size_per_gpu is None:
             yield (
@@ -297,7 +297,7 @@ def _token_budgets(config: RunConfig) -> Iterator[str]:
         )
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield f"actor_rollout_ref.rollout.max_model_len must be at least {where}, got {rollout.max_model_len}."
-    if rollout.response_length is not None and rollout.response_length > config.data.max_response_length:
+    if rollout.response_length > config.data.max_response_length:
         yield (
             f"actor_rollout_ref.rollout.response_length must be at most data.max_response_length="
             f"{config.data.max_response_length}, got {rollout.response_length}."
@@ -371,7 +371,7 @@ def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
 def _engines_of_a_node(config: RunConfig) -> str | None:
     """Say why the engines do not fit on nodes, or None: an engine lies on one node, on shared ones beside whole ranks."""
     rollout = config.actor_rollout_ref.rollout
-    size, devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node or config.trainer.n_gpus_per_node
+    size, devices = rollout.tensor_model_parallel_size, rollout.n_gpus_per_node
     fits = devices % size == 0 if config.actor_rollout_ref.hybrid_engine else devices >= size
     if fits:
         return None

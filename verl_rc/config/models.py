@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from verl_rc.config.algorithms import LossAggregation, PolicyLossOptions, RatioOptions
-from verl_rc.config.schema import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath, follows
 
 
 class ModelConfig(StrictModel):
@@ -133,8 +133,8 @@ class ActorConfig(RatioOptions):
     """Shuffle the rows in each epoch."""
     loss_agg_mode: LossAggregation = "token-mean"
     """How token losses become one number."""
-    loss_scale_factor: int | None = Field(None, ge=1)
-    """Divisor of ``seq-mean-token-sum-norm``; null: ``data.max_response_length``."""
+    loss_scale_factor: int | None = follows("data.max_response_length", ge=1)
+    """Divisor of ``seq-mean-token-sum-norm``."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -165,14 +165,14 @@ class ActorConfig(RatioOptions):
 class CriticModelConfig(StrictModel):
     """``critic.model.*``: the transformer below the value head."""
 
-    path: UserPath | None = None
-    """Hugging Face model folder or hub id; null: ``actor_rollout_ref.model.path``."""
-    use_remove_padding: bool | None = None
-    """Pack real tokens instead of padding rows; null: ``actor_rollout_ref.model.use_remove_padding``."""
-    enable_gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass; null: the actor's."""
-    trust_remote_code: bool | None = None
-    """Run code that comes with the model; null: as for the actor's."""
+    path: UserPath = follows("actor_rollout_ref.model.path")
+    """Hugging Face model folder or hub id."""
+    use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
+    """Pack real tokens instead of padding rows."""
+    enable_gradient_checkpointing: bool = follows("actor_rollout_ref.model.enable_gradient_checkpointing")
+    """Recompute activations in the backward pass."""
+    trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
+    """Run code that comes with the model."""
 
 
 class CriticOptimConfig(OptimConfig):
@@ -185,8 +185,8 @@ class CriticOptimConfig(OptimConfig):
 class CriticCheckpointConfig(StrictModel):
     """``critic.checkpoint.*``."""
 
-    async_save: bool | None = None
-    """Write the checkpoint while the next steps run; null: the actor's."""
+    async_save: bool = follows("actor_rollout_ref.actor.checkpoint.async_save")
+    """Write the checkpoint while the next steps run."""
 
 
 class CriticConfig(StrictModel):
@@ -204,20 +204,20 @@ class CriticConfig(StrictModel):
     """Sharding and precision."""
     checkpoint: CriticCheckpointConfig = CriticCheckpointConfig()
     """How it is saved."""
-    ppo_mini_batch_size: int | None = Field(None, ge=1)
-    """Prompts per optimizer step, over all ranks; null: the actor's."""
-    ppo_epochs: int | None = Field(None, ge=1)
-    """Passes over the batch in each step; null: the actor's."""
-    shuffle: bool | None = None
-    """Draw a new order of rows in each pass; null: the actor's."""
-    use_dynamic_bsz: bool | None = None
-    """Fill micro-batches by tokens; null: the actor's."""
+    ppo_mini_batch_size: int = follows("actor_rollout_ref.actor.ppo_mini_batch_size", ge=1)
+    """Prompts per optimizer step, over all ranks."""
+    ppo_epochs: int = follows("actor_rollout_ref.actor.ppo_epochs", ge=1)
+    """Passes over the batch in each step."""
+    shuffle: bool = follows("actor_rollout_ref.actor.shuffle")
+    """Draw a new order of rows in each pass."""
+    use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Fill micro-batches by tokens."""
     ppo_max_token_len_per_gpu: int = Field(32768, ge=1)
     """Tokens of one micro-batch on one rank, in the update and when values are computed, with ``use_dynamic_bsz``."""
-    ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
-    """Rows of one micro-batch on one rank without ``use_dynamic_bsz``; null: the actor's."""
-    loss_agg_mode: LossAggregation | None = None
-    """How token losses become one number; null: the actor's."""
+    ppo_micro_batch_size_per_gpu: int | None = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1)
+    """Rows of one micro-batch on one rank without ``use_dynamic_bsz``."""
+    loss_agg_mode: LossAggregation = follows("actor_rollout_ref.actor.loss_agg_mode")
+    """How token losses become one number."""
     cliprange_value: float = Field(0.5, gt=0)
     """How far a value may move from its old one before its loss is clipped, in units of reward."""
 
@@ -225,15 +225,15 @@ class CriticConfig(StrictModel):
 class ReferenceConfig(StrictModel):
     """``actor_rollout_ref.ref.*``. With LoRA the reference is the actor without its adapters, and needs no model of its own."""
 
-    model_path: UserPath | None = None
-    """Hugging Face model folder or hub id; null: ``actor_rollout_ref.model.path``."""
+    model_path: UserPath = follows("actor_rollout_ref.model.path")
+    """Hugging Face model folder or hub id."""
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
     """Sharding; both names mean FSDP2 here."""
     fsdp_config: FsdpConfig = FsdpConfig()
     """Sharding and precision; there is no optimizer to offload."""
-    log_prob_use_dynamic_bsz: bool | None = None
-    """Fill log-prob micro-batches by tokens; null: ``actor.use_dynamic_bsz``."""
-    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)
-    """Tokens of a log-prob micro-batch; null: ``actor.ppo_max_token_len_per_gpu``."""
-    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
-    """Rows of a log-prob micro-batch; null: ``actor.ppo_micro_batch_size_per_gpu``."""
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Fill log-prob micro-batches by tokens."""
+    log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", ge=1)
+    """Tokens of a log-prob micro-batch."""
+    log_prob_micro_batch_size_per_gpu: int | None = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1)
+    """Rows of a log-prob micro-batch."""

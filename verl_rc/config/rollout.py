@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from verl_rc.config.schema import StrictModel
+from verl_rc.config.schema import StrictModel, follows
 
 DEFAULT_CPU_CACHE_MEGABYTES = 256
 """Default of ``kv_cache_megabytes`` on a CPU, MiB."""
@@ -137,14 +137,14 @@ class RolloutConfig(StrictModel):
     """Must be -1 for training, for the same reason."""
     ignore_eos: bool = False
     """Continue generation after the EOS token."""
-    response_length: int | None = Field(None, ge=1)
-    """Longest response, tokens; null: ``data.max_response_length``."""
+    response_length: int = follows("data.max_response_length", ge=1)
+    """Longest response, tokens."""
     tensor_model_parallel_size: int = Field(2, ge=1)
     """Devices of one engine."""
-    nnodes: int | None = Field(None, ge=1)
-    """Nodes with engines; null: ``trainer.nnodes``."""
-    n_gpus_per_node: int | None = Field(None, ge=1)
-    """Engine devices per node; null: ``trainer.n_gpus_per_node``. Engines = devices / tensor_model_parallel_size."""
+    nnodes: int = follows("trainer.nnodes", ge=1)
+    """Nodes with engines."""
+    n_gpus_per_node: int = follows("trainer.n_gpus_per_node", ge=1)
+    """Engine devices per node. Engines = devices / tensor_model_parallel_size."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the engine's weights and activations."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
@@ -179,12 +179,12 @@ class RolloutConfig(StrictModel):
     """Maximum number of engines replaced in one step; one more ends the run. 0: the first lost engine ends it."""
     seed: int = Field(42, ge=0, lt=1 << 32)
     """The engine's seed; every training request has a seed of its own (see ``trainer.seed``)."""
-    log_prob_use_dynamic_bsz: bool | None = None
-    """Fill log-prob micro-batches by tokens; null: ``actor.use_dynamic_bsz``."""
-    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)
-    """Tokens of a log-prob micro-batch; null: ``actor.ppo_max_token_len_per_gpu``."""
-    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
-    """Rows of a log-prob micro-batch; null: ``actor.ppo_micro_batch_size_per_gpu``."""
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Fill log-prob micro-batches by tokens."""
+    log_prob_max_token_len_per_gpu: int = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", ge=1)
+    """Tokens of a log-prob micro-batch."""
+    log_prob_micro_batch_size_per_gpu: int | None = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", ge=1)
+    """Rows of a log-prob micro-batch."""
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     """Sampling for validation."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()

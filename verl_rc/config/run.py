@@ -11,7 +11,7 @@ from verl_rc.config.algorithm import AlgorithmConfig
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from verl_rc.config.rollout import RolloutConfig
-from verl_rc.config.schema import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath, followed_keys
 from verl_rc.config.task import DataConfig, RewardConfig
 
 AlertAction = Literal["warn", "skip", "save_and_stop"]
@@ -155,38 +155,6 @@ class RayKwargsConfig(StrictModel):
     """Arguments of ``ray.init``."""
 
 
-# Values that follow another key unless given: (key, the key it follows).
-FALLBACKS = (
-    ("actor_rollout_ref.rollout.response_length", "data.max_response_length"),
-    ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
-    ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-    ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
-    ("actor_rollout_ref.rollout.nnodes", "trainer.nnodes"),
-    ("actor_rollout_ref.rollout.n_gpus_per_node", "trainer.n_gpus_per_node"),
-    ("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio"),
-    ("actor_rollout_ref.actor.clip_ratio_high", "actor_rollout_ref.actor.clip_ratio"),
-    ("actor_rollout_ref.actor.loss_scale_factor", "data.max_response_length"),
-    ("data.seed", "trainer.seed"),
-    ("data.gen_batch_size", "data.train_batch_size"),
-    ("reward.reward_kwargs.max_resp_len", "data.max_response_length"),
-    ("actor_rollout_ref.ref.model_path", "actor_rollout_ref.model.path"),
-    ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
-    ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-    ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
-    ("critic.model.path", "actor_rollout_ref.model.path"),
-    ("critic.model.use_remove_padding", "actor_rollout_ref.model.use_remove_padding"),
-    ("critic.model.enable_gradient_checkpointing", "actor_rollout_ref.model.enable_gradient_checkpointing"),
-    ("critic.model.trust_remote_code", "actor_rollout_ref.model.trust_remote_code"),
-    ("critic.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-    ("critic.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
-    ("critic.shuffle", "actor_rollout_ref.actor.shuffle"),
-    ("critic.use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
-    ("critic.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
-    ("critic.checkpoint.async_save", "actor_rollout_ref.actor.checkpoint.async_save"),
-    ("critic.loss_agg_mode", "actor_rollout_ref.actor.loss_agg_mode"),
-)
-
-
 class ActorRolloutRefConfig(StrictModel):
     """``actor_rollout_ref.*``: the policy, how it is trained and how it is sampled."""
 
@@ -230,9 +198,9 @@ class RunConfig(StrictModel):
             return given
         tree: dict[str, Any] = copy.deepcopy(dict(given))
         _size_of_a_step(tree)
-        for key, source in FALLBACKS:
-            if _value_at(tree, key) is None:
-                _fill(tree, key, _value_at(tree, source))
+        for key, followed in FOLLOWED_KEYS.items():
+            if _value_at(tree, key) is None and (value := _value_at(tree, followed)) is not None:
+                _fill(tree, key, value)
         if _value_at(tree, "trainer.default_local_dir") is None:
             names = (_value_at(tree, "trainer.project_name"), _value_at(tree, "trainer.experiment_name"))
             _fill(tree, "trainer.default_local_dir", "checkpoints/{}/{}".format(*names))
@@ -281,8 +249,8 @@ class RunConfig(StrictModel):
     @property
     def num_engine_devices(self) -> int:
         """Devices of all engines together."""
-        rollout, trainer = self.actor_rollout_ref.rollout, self.trainer
-        return (rollout.nnodes or trainer.nnodes) * (rollout.n_gpus_per_node or trainer.n_gpus_per_node)
+        rollout = self.actor_rollout_ref.rollout
+        return rollout.nnodes * rollout.n_gpus_per_node
 
     @property
     def num_devices(self) -> int:
@@ -293,6 +261,10 @@ class RunConfig(StrictModel):
     def num_engines(self) -> int:
         """Rollout engines over all nodes."""
         return self.num_engine_devices // self.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+
+FOLLOWED_KEYS = dict(followed_keys(RunConfig))
+"""The key whose value a key takes where it is null."""
 
 
 def _size_of_a_step(tree: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from verl_rc.config.errors import shortened
@@ -21,6 +22,29 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def follows(key: str, **bounds: Any) -> Any:
+    """A field that takes the value of another ``key`` where it is null.
+
+    ``RunConfig`` fills it in, so that its type needs no None unless the other key may be null.
+    """
+    return Field(None, validate_default=False, json_schema_extra={"follows": key}, **bounds)
+
+
+def followed_key(field: FieldInfo) -> str | None:
+    """The key whose value a field takes where it is null."""
+    return str(field.json_schema_extra["follows"]) if isinstance(field.json_schema_extra, dict) else None
+
+
+def followed_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every leaf of a schema that follows another key, and that key."""
+    for name, field in schema.model_fields.items():
+        section, followed = section_of(field.annotation), followed_key(field)
+        if section is not None:
+            yield from followed_keys(section, f"{prefix}{name}.")
+        elif followed is not None:
+            yield prefix + name, followed
 
 
 def _usable_path(text: str) -> str:

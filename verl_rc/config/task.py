@@ -4,7 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from verl_rc.config.schema import StrictModel, UserPath
+from verl_rc.config.schema import StrictModel, UserPath, follows
 
 
 class CustomDatasetConfig(StrictModel):
@@ -33,8 +33,8 @@ class DataConfig(StrictModel):
     """Column that holds the chat messages."""
     train_batch_size: int = Field(1024, ge=1)
     """Prompts per training step."""
-    gen_batch_size: int | None = Field(None, ge=1)
-    """Prompts drawn and sampled at once in dynamic sampling (``algorithm.filter_groups``); null: ``train_batch_size``."""
+    gen_batch_size: int = follows("data.train_batch_size", ge=1)
+    """Prompts drawn and sampled at once in dynamic sampling (``algorithm.filter_groups``)."""
     val_batch_size: int | None = Field(None, ge=1)
     """Prompts per validation batch; null: the whole set at once."""
     max_prompt_length: int = Field(512, ge=1)
@@ -43,8 +43,8 @@ class DataConfig(StrictModel):
     """Longest response, tokens; also the constant of ``seq-mean-token-sum-norm``."""
     shuffle: bool = True
     """Shuffle the prompts in every epoch."""
-    seed: int | None = None
-    """Seed of the order of prompts; null: ``trainer.seed``."""
+    seed: int = follows("trainer.seed")
+    """Seed of the order of prompts."""
     filter_overlong_prompts: bool = False
     """Drop prompts that are longer than ``max_prompt_length``."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
@@ -63,7 +63,7 @@ class DataConfig(StrictModel):
     @property
     def prompts_per_draw(self) -> int:
         """Prompts that are drawn and sampled at once."""
-        return self.gen_batch_size or self.train_batch_size
+        return self.gen_batch_size
 
     @field_validator("train_files", "val_files", mode="before")
     @classmethod
@@ -120,8 +120,8 @@ class OverlongBufferConfig(StrictModel):
 class RewardKwargsConfig(StrictModel):
     """``reward.reward_kwargs.*``."""
 
-    max_resp_len: int | None = Field(None, ge=1)
-    """Length at which the overlong penalty is full, tokens; null: ``data.max_response_length``."""
+    max_resp_len: int = follows("data.max_response_length", ge=1)
+    """Length at which the overlong penalty is full, tokens."""
     overlong_buffer_cfg: OverlongBufferConfig = OverlongBufferConfig()
     """Overlong penalty."""
 

@@ -178,7 +178,6 @@ def _overlong_penalties(services: Services, rollouts: RolloutBatch) -> Tensor:
     kwargs = services.config.reward.reward_kwargs
     buffer = kwargs.overlong_buffer_cfg
     assert buffer.len is not None
-    assert kwargs.max_resp_len is not None
     return overlong_penalty(rollouts.tokens.response_lengths, kwargs.max_resp_len, buffer.len, buffer.penalty_factor)
 
 

@@ -322,7 +322,7 @@ def _conversation_options(config: RunConfig) -> ConversationOptions | None:
     if not multi_turn.enable:
         return None
     return ConversationOptions(
-        multi_turn, str(config.actor_rollout_ref.model.path), data.trust_remote_code, data.apply_chat_template_kwargs
+        multi_turn, config.actor_rollout_ref.model.path, data.trust_remote_code, data.apply_chat_template_kwargs
     )
 
 

@@ -162,9 +162,9 @@ def update_critic(
     critic, rows = services.config.critic, critic_batch(batch, evaluations)
     record.add(critic_metrics(rows))
     options = MiniBatchOptions(
-        rows_per_mini_batch=(critic.ppo_mini_batch_size or 1) * services.config.actor_rollout_ref.rollout.n,
-        epochs=critic.ppo_epochs or 1,
-        shuffle=bool(critic.shuffle),
+        rows_per_mini_batch=critic.ppo_mini_batch_size * services.config.actor_rollout_ref.rollout.n,
+        epochs=critic.ppo_epochs,
+        shuffle=critic.shuffle,
         seed=request_seed({"seed": services.config.trainer.seed, "step": step}),
     )
     mini_batches = plan_mini_batches(rows.response_mask, rows.response_mask, options)

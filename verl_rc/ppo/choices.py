@@ -59,5 +59,5 @@ def critic_limit(config: RunConfig) -> MicroBatchLimit:
     return _limit(critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
 
 
-def _limit(by_tokens: bool | None, max_tokens: int | None, max_rows: int | None) -> MicroBatchLimit:
+def _limit(by_tokens: bool, max_tokens: int, max_rows: int | None) -> MicroBatchLimit:
     return MicroBatchLimit(max_tokens=max_tokens) if by_tokens else MicroBatchLimit(max_rows=max_rows)

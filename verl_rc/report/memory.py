@@ -156,14 +156,14 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
     model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
     roles = [_actor(config, shapes[model.path], sizes)]
     if sizes.critic is not None:
-        shape, fsdp = shapes[str(critic.model.path)], critic.fsdp_config
+        shape, fsdp = shapes[critic.model.path], critic.fsdp_config
         tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
-        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, bool(critic.model.enable_gradient_checkpointing))
+        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, critic.model.enable_gradient_checkpointing)
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
         activations = max(learner.activations, update.activations())
         roles.append(replace(learner, activations=activations, knob=f"critic.{_MICRO_BATCH}"))
     if config.has_reference_model:
-        shape = shapes[str(config.actor_rollout_ref.ref.model_path)]
+        shape = shapes[config.actor_rollout_ref.ref.model_path]
         frozen = _learner("reference", shape, config.actor_rollout_ref.ref.fsdp_config, config.num_ranks, trained=0)
         roles.append(replace(frozen, knob="actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16 (the default is fp32)"))
     if config.reward.reward_model.enable:
@@ -395,7 +395,7 @@ def checkpoint_bytes(config: RunConfig, shapes: Mapping[str, ModelShape]) -> int
     model, critic = config.actor_rollout_ref.model, config.critic
     size = 3 * _trained_parameters(model, shapes[model.path]) * _bytes(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
     if config.needs_critic:
-        size += 3 * shapes[str(critic.model.path)].parameters * _bytes(critic.fsdp_config.model_dtype)
+        size += 3 * shapes[critic.model.path].parameters * _bytes(critic.fsdp_config.model_dtype)
     return size
 
 
@@ -404,9 +404,9 @@ def model_paths(config: RunConfig) -> dict[str, bool]:
     model = config.actor_rollout_ref.model
     paths = {model.path: model.trust_remote_code}
     if config.needs_critic:
-        paths.setdefault(str(config.critic.model.path), bool(config.critic.model.trust_remote_code))
+        paths.setdefault(config.critic.model.path, config.critic.model.trust_remote_code)
     if config.has_reference_model:
-        paths.setdefault(str(config.actor_rollout_ref.ref.model_path), model.trust_remote_code)
+        paths.setdefault(config.actor_rollout_ref.ref.model_path, model.trust_remote_code)
     judge = config.reward.reward_model
     if judge.enable:
         paths.setdefault(str(judge.model_path), judge.trust_remote_code)

@@ -64,7 +64,6 @@ class SamplingOptions:
     @classmethod
     def for_training(cls, rollout: RolloutConfig, stop_token_ids: tuple[int, ...]) -> "SamplingOptions":
         """Options of training rollouts."""
-        assert rollout.response_length is not None
         return cls(rollout.temperature, rollout.top_p, rollout.top_k, rollout.response_length, stop_token_ids, rollout.ignore_eos)
 
     @classmethod

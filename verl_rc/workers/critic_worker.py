@@ -29,15 +29,15 @@ class CriticWorker(Learner):
         # The critic's ranks are processes of their own: their default group is not the actor's.
         mesh = join_trainer_group(address, self._device)
         module = load_value_model(
-            str(model.path),
+            model.path,
             torch_dtype(self._config.fsdp_config.model_dtype),
-            bool(model.enable_gradient_checkpointing),
-            bool(model.trust_remote_code),
+            model.enable_gradient_checkpointing,
+            model.trust_remote_code,
             mesh,
         )
         fsdp = self._config.fsdp_config
         whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
-        learning = LearningOptions(self._config.optim, total_steps, bool(self._config.checkpoint.async_save), whole_gradients)
+        learning = LearningOptions(self._config.optim, total_steps, self._config.checkpoint.async_save, whole_gradients)
         self.model = ShardedModel(module, mesh, fsdp, learning)
         self._loss_scale_factor = float(config.data.max_response_length)
 
@@ -64,7 +64,7 @@ class CriticWorker(Learner):
     def accumulate(self, batch: CriticBatch, share: MiniBatchShare, totals: ObjectiveTotals) -> None:
         """Gradients of one mini-batch."""
         aggregation = Aggregation(
-            str(self._config.loss_agg_mode),
+            self._config.loss_agg_mode,
             num_tokens=share.num_tokens,
             num_sequences=share.num_sequences,
             loss_scale_factor=self._loss_scale_factor,
@@ -77,4 +77,4 @@ class CriticWorker(Learner):
         accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
 
     def _values(self, tokens: TokenBatch) -> Tensor:
-        return score_values(self.model.module, tokens, bool(self._config.model.use_remove_padding))
+        return score_values(self.model.module, tokens, self._config.model.use_remove_padding)

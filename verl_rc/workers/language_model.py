@@ -123,7 +123,7 @@ def unsupported_attention(config: RunConfig, path: str, trust_remote_code: bool)
 
     A reward model computes its own.
     """
-    trained = {config.actor_rollout_ref.model.path, str(config.critic.model.path), str(config.actor_rollout_ref.ref.model_path)}
+    trained = {config.actor_rollout_ref.model.path, config.critic.model.path, config.actor_rollout_ref.ref.model_path}
     if path not in trained:
         return None
     source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)

@@ -267,7 +267,7 @@ class ReferenceWorker:
         self._device = trainer_device(config.trainer.device)
         mesh = join_trainer_group(address, self._device)
         module = load_causal_lm(
-            str(reference.model_path),
+            reference.model_path,
             torch_dtype(reference.fsdp_config.model_dtype),
             gradient_checkpointing=False,
             trust_remote_code=model.trust_remote_code,

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 from small_models import small_run_config
 
-from verl_rc.config.run import FALLBACKS, RunConfig, remote_code_keys
+from verl_rc.config.run import FOLLOWED_KEYS, RunConfig, remote_code_keys
 from verl_rc.config.schema import known_keys
 
 GIVEN = {
@@ -32,8 +32,8 @@ def test_runs_share_nothing() -> None:
     assert first.actor_rollout_ref.rollout.response_length == 77
 
 
-def test_every_fallback_names_keys_that_exist() -> None:
-    assert {key for pair in FALLBACKS for key in pair} <= set(known_keys(RunConfig))
+def test_every_followed_key_exists() -> None:
+    assert set(FOLLOWED_KEYS.values()) <= set(known_keys(RunConfig))
 
 
 def test_the_tree_is_frozen_and_closed() -> None:

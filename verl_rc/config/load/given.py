@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from verl_rc.config.errors import ConfigError, nearest_key, shortened
 from verl_rc.config.load.compose import Composer
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig, preset_fields
-from verl_rc.config.run import FALLBACKS, RunConfig
+from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
 from verl_rc.config.schema import default_at, defaults, has_key, known_keys, leads_to_leaf, required_leaves
 from verl_rc.config.verl.keys import TranslatedTree, is_verl_key, refused_for, translate_tree
 from verl_rc.config.verl.migration import legacy_translation
@@ -182,7 +182,7 @@ def _follows_another(item: Any, given: Mapping[str, Any]) -> bool:
     value: Any = given
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return value is None and key in dict(FALLBACKS)
+    return value is None and key in FOLLOWED_KEYS
 
 
 MISSING = "???"

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.config.run import RunConfig
-from verl_rc.config.schema import section_of
+from verl_rc.config.schema import followed_key, section_of
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
 _WIDTH = 100
@@ -143,7 +143,8 @@ def _section_in_yaml(model: type[BaseModel], indent: str) -> Iterator[str]:
 
 
 def _meaning(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split())
+    text, followed = " ".join((field.description or "").split()), followed_key(field)
+    return text if followed is None else f"{text} Null: that of ``{followed}``."
 
 
 def _choices(annotation: Any) -> str:

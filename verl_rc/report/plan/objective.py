@@ -111,7 +111,7 @@ def plan_policy(config: RunConfig) -> PolicyPlan:
 
 def plan_value(config: RunConfig) -> ValuePlan | None:
     """The critic's objective under ``config``; None without a critic."""
-    return ValuePlan(str(config.critic.loss_agg_mode)) if config.needs_critic else None
+    return ValuePlan(config.critic.loss_agg_mode) if config.needs_critic else None
 
 
 def _operand_names(plan: PolicyPlan) -> Iterator[str]:

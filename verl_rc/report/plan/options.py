@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
-from verl_rc.config.run import FALLBACKS, RunConfig
+from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
 from verl_rc.report.plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.report.plan.schedule import BatchArithmetic
 
@@ -233,9 +233,8 @@ def _is_changed(config: RunConfig, key: str) -> bool:
         section = key.removesuffix(".*")
         return any(_is_changed(config, f"{section}.{leaf}") for leaf in _leaves(_value(config, section)))
     default = _default(config, key)
-    followed = [source for follower, source in FALLBACKS if follower == key]
-    value = _value(config, key)
-    return value != default and not any(value == _value(config, source) for source in followed)
+    value, followed = _value(config, key), FOLLOWED_KEYS.get(key)
+    return value != default and (followed is None or value != _value(config, followed))
 
 
 def _leaves(section: object, prefix: str = "") -> Iterator[str]:

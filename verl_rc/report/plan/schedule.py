@@ -119,7 +119,7 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
         epochs=trainer.total_epochs,
         critic_only_steps=warmup if trainer.total_training_steps is None else min(warmup, trainer.total_training_steps),
         actor=arithmetic(actor.ppo_mini_batch_size, actor.ppo_epochs, actor_limit(config), actor.fsdp_config),
-        critic=arithmetic(critic.ppo_mini_batch_size or 1, critic.ppo_epochs or 1, critic_limit(config), critic.fsdp_config)
+        critic=arithmetic(critic.ppo_mini_batch_size, critic.ppo_epochs, critic_limit(config), critic.fsdp_config)
         if config.needs_critic
         else None,
     )
