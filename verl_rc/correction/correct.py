@@ -50,7 +50,6 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     entropies: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     current_version: int | None = None,
-    by_age: bool = False,
 ) -> CorrectionResult:
     """Measure and apply rollout correction on a whole batch.
 
@@ -63,25 +62,22 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         config: The model, or a mapping of its fields.
         advantages: ``[B, T]``; rules that look at their sign need them.
         group_ids: The prompt of each sequence; read with ``diagnostics=full``.
-        policy_versions: int ``[B, T]`` or ``[B]``; read with ``diagnostics=full`` or ``by_age``.
+        policy_versions: int ``[B, T]`` or ``[B]``; with any diagnostics, to measure by token age.
         scores: ``[B]``, above 0 is correct; read with ``diagnostics=full``.
         entropies: ``[B, T]``, nats, of the train policy's distributions; read with ``diagnostics=full``.
         sum_pi_squared: ``[B, T]``, sums of their squared probabilities; read with ``diagnostics=full``.
         current_version: Version from which ages count; None: the newest of ``policy_versions``.
-        by_age: Measure by token age with any diagnostics.
 
     Raises:
         ValueError: Shapes differ, advantages are missing, or a log-prob is not finite under ``nonfinite_logprob=raise``.
     """
     log_probs, config = LogProbs(train_log_probs, rollout_log_probs, response_mask), _as_config(config)
-    context = SequenceContext(advantages=advantages)
+    context = SequenceContext(advantages=advantages, policy_versions=policy_versions, current_version=current_version)
     if config.diagnostics == "full":
         slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
         context = replace(
             context, group_slots=slots, scores=scores, entropies=entropies, sum_pi_squared=sum_pi_squared
         )
-    if config.diagnostics == "full" or by_age:
-        context = replace(context, policy_versions=policy_versions, current_version=current_version)
     context.check(train_log_probs.shape)
     if context.policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(context.policy_versions, response_mask))

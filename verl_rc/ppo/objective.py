@@ -160,12 +160,11 @@ def measure_current(
     Those of a mini-batch are merged over its micro-batches and summed over the data-parallel ranks. Effective sample sizes of
     prompts are not among them: a prompt's rows may lie on several ranks.
     """
-    full = config.diagnostics == "full"
     context = SequenceContext(
-        policy_versions=batch.policy_versions if full else None,
-        current_version=policy_version if full else None,
+        policy_versions=batch.policy_versions,
+        current_version=None if batch.policy_versions is None else policy_version,
         advantages=batch.advantages,
-        scores=batch.scores if full else None,
+        scores=batch.scores,
     )
     return measure(log_probs, batch.rollout_log_probs, batch.response_mask, config, context)
 

@@ -55,6 +55,8 @@ def build_train_batch(
     config = control.correction(algorithm.rollout_correction)
     rollouts, scores = samples.rollouts, samples.scores
     rewards, reward_kl = _rewards(rollouts, scores, evaluations, algorithm, control.kl.kl_coef)
+    full, asynchronous = config.diagnostics == "full", asynchrony is not None and not asynchrony.is_synchronous
+    versions = rollouts.policy_versions if full or asynchronous else None
     weights = _weights_for_baseline(rollouts, evaluations, algorithm, config)
 
     def estimate_advantages(included_rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -84,12 +86,11 @@ def build_train_batch(
             config,
             advantages=advantages,
             group_ids=rollouts.group_ids,
-            policy_versions=rollouts.policy_versions,
+            policy_versions=versions,
             scores=scores,
             entropies=evaluations.entropies,
             sum_pi_squared=evaluations.sum_pi_squared,
             current_version=current_version,
-            by_age=asynchrony is not None and not asynchrony.is_synchronous,
         )
 
     correction: CorrectionResult | None = None
@@ -113,8 +114,8 @@ def build_train_batch(
         returns=returns,
         rollout_is_weights=None if correction is None else correction.weights,
         ref_log_prob=evaluations.ref_log_prob,
-        scores=scores if config.in_actor else None,
-        policy_versions=rollouts.policy_versions if config.in_actor else None,
+        scores=scores if config.in_actor and full else None,
+        policy_versions=versions if config.in_actor else None,
         batch_size=rollouts.batch_size,
     )
     return ScoredStep(batch, correction, rewards, keep_mask, reward_kl)

@@ -103,7 +103,7 @@ def ages_of(metrics: dict[str, float]) -> dict[str, float]:
 def test_every_number_against_a_loop(name: str, seed: int) -> None:
     rows, tensors = make(seed)
     config = RolloutCorrectionConfig.model_validate(CONFIGS[name])
-    metrics = compute_rollout_correction(**tensors, config=config, current_version=NEWEST, by_age=True).metrics()
+    metrics = compute_rollout_correction(**tensors, config=config, current_version=NEWEST).metrics()
     assert ages_of(metrics) == pytest.approx(expected(rows, CONFIGS[name]), rel=1e-9, abs=1e-12)
     ages = [token.age for row in rows for token in row]
     assert metrics["rollout_corr/token_age_mean"] == pytest.approx(statistics.fmean(ages))
@@ -124,7 +124,7 @@ def test_neither_micro_batches_nor_their_order_count(name: str, seed: int) -> No
     reduced = parts[0].with_vectors(
         torch.stack([part.sums for part in parts]).sum(dim=0), torch.stack([part.maxima for part in parts]).amax(dim=0)
     )
-    whole = compute_rollout_correction(**tensors, config=config, current_version=NEWEST, by_age=True).metrics()
+    whole = compute_rollout_correction(**tensors, config=config, current_version=NEWEST).metrics()
     assert len(ages_of(whole)) >= 12
     for statistics_of_parts in (merged, reduced):
         assert ages_of(statistics_of_parts.metrics(config)) == pytest.approx(ages_of(whole), rel=1e-9, abs=1e-12)
@@ -135,20 +135,20 @@ def test_a_token_that_is_rejected_for_its_log_prob_counts_as_rejected_and_in_no_
     train, rollout = torch.full((1, 4), -1.0), torch.tensor([[-1.0, -math.inf, -1.5, -1.5]])
     config = RolloutCorrectionConfig(nonfinite_logprob="reject_token")
     metrics = compute_rollout_correction(
-        train, rollout, mask, config, policy_versions=versions, current_version=NEWEST, by_age=True
+        train, rollout, mask, config, policy_versions=versions, current_version=NEWEST
     ).metrics()
     assert metrics["rollout_corr/age_0_rejected_fraction"] == 0.5
     assert metrics["rollout_corr/age_0_token_fraction"] == pytest.approx(1 / 3)
     assert metrics["rollout_corr/age_1_kl"] == pytest.approx(-0.5)
 
 
-def test_ages_are_measured_where_asked_for_or_with_full_diagnostics() -> None:
+def test_ages_are_measured_alike_with_any_diagnostics() -> None:
     _, tensors = make(0)
-    full = RolloutCorrectionConfig(diagnostics="full")
-    core = RolloutCorrectionConfig(diagnostics="core")
-    assert not ages_of(compute_rollout_correction(**tensors, config=core).metrics())
-    asked = compute_rollout_correction(**tensors, config=core, by_age=True).metrics()
-    assert ages_of(asked) == ages_of(compute_rollout_correction(**tensors, config=full).metrics()) != {}
+    core, full = (
+        compute_rollout_correction(**tensors, config=RolloutCorrectionConfig(diagnostics=some)).metrics()
+        for some in ("core", "full")
+    )
+    assert ages_of(core) == ages_of(full) != {}
 
 
 def test_nothing_is_read_from_the_device() -> None:
@@ -157,7 +157,5 @@ def test_nothing_is_read_from_the_device() -> None:
     with FakeTensorMode():
         log_probs, mask = torch.empty(3, 4), torch.ones(3, 4, dtype=torch.bool)
         versions = torch.zeros(3, 4, dtype=torch.int64)
-        result = compute_rollout_correction(
-            log_probs, log_probs, mask, {"rollout_is": "token"}, policy_versions=versions, by_age=True
-        )
+        result = compute_rollout_correction(log_probs, log_probs, mask, {"rollout_is": "token"}, policy_versions=versions)
         assert len(result.statistics.layout.ages) == 5

@@ -7,10 +7,12 @@ import torch
 from batches_of_ones import ones_rollouts
 
 from verl_rc.config.algorithm import AlgorithmConfig, KlControlConfig
+from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import PolicyEvaluations, RolloutBatch, positions_mask
 from verl_rc.data.samples import Samples
 from verl_rc.ppo.control import Control
+from verl_rc.ppo.objective import measure_current
 from verl_rc.ppo.train_batch import ScoredStep, build_train_batch, critic_batch, outcome_rewards
 
 LENGTHS = torch.tensor([3, 2, 3, 1])
@@ -33,9 +35,14 @@ def algorithm(**correction: object) -> AlgorithmConfig:
 
 
 def run_step(
-    rollouts: RolloutBatch, evaluations: PolicyEvaluations, config: AlgorithmConfig, current_version: int = 0
+    rollouts: RolloutBatch,
+    evaluations: PolicyEvaluations,
+    config: AlgorithmConfig,
+    current_version: int = 0,
+    asynchrony: AsyncTrainingConfig | None = None,
 ) -> ScoredStep:
-    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, Control.from_config(config), current_version)
+    control = Control.from_config(config)
+    return build_train_batch(Samples(rollouts, SCORES), evaluations, config, control, current_version, asynchrony)
 
 
 def test_scores_lie_on_the_last_token_of_the_mask() -> None:
@@ -92,6 +99,21 @@ def test_a_batch_that_is_wholly_a_step_old_has_age_1(baseline: str) -> None:
     assert step.correction is not None
     metrics = step.correction.metrics()
     assert metrics["rollout_corr/token_age_mean"] == metrics["rollout_corr/token_age_max"] == 1.0
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_an_asynchronous_run_measures_by_age_with_any_diagnostics(bypass: bool) -> None:
+    rollouts, evaluations = make_rollouts()
+    rollouts.policy_versions = torch.where(rollouts.response_mask, 4, -1)
+    config = algorithm(diagnostics="core", bypass_mode=bypass)
+    for staleness, ages in ((0.0, None), (1.0, 1.0)):
+        asynchrony = AsyncTrainingConfig(staleness_threshold=staleness)
+        step = run_step(rollouts, evaluations, config, current_version=5, asynchrony=asynchrony)
+        statistics = step.statistics
+        if bypass:
+            statistics = measure_current(step.batch, step.batch.old_log_probs, config.rollout_correction, policy_version=5)
+        assert statistics is not None
+        assert statistics.metrics(config.rollout_correction).get("rollout_corr/token_age_mean") == ages
 
 
 def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
