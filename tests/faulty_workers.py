@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.rollout import engine
 from verl_rc.rollout.conversation import Conversations, OpenResponses, ToolCall
 from verl_rc.rollout.engine import RolloutEngine
-from verl_rc.rollout.response import Ended
+from verl_rc.rollout.response import Collected
 from verl_rc.rollout.sampling import ConversationOptions, EngineOptions, GenerationRequest, SamplingOptions
-from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.rollout.step_loop import Box, QueuedSample
 from verl_rc.rollout.vllm_sampler import VllmSampler
 from verl_rc.weight_sync.manifest import Manifest, tensor_digest
 from verl_rc.weight_sync.proof import LoadReceipt
@@ -104,13 +105,14 @@ class FaultyEngine(RolloutEngine):
         factor = 1.5 if self.fault == "other_temperature" else 1.0
         return replace(options, temperature=factor * options.temperature)
 
-    def _collect_ended(self, ended: list[Ended]) -> Completions:
+    def _as_collected(self, ended: Box) -> Collected:
+        ended = sorted(ended, key=itemgetter(0))
         if self.fault == "missing_log_prob" and len(ended) > BAD_ROW:
-            ended[BAD_ROW].output.logprobs = None
-        completions = super()._collect_ended(ended)
+            ended[BAD_ROW][1].output.logprobs = None
+        collected = super()._as_collected(ended)
         if self.fault == "nan_log_prob" and len(ended) > BAD_ROW:
-            completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
-        return completions
+            collected.completions.rollout_log_probs[BAD_ROW, 0] = torch.nan
+        return collected
 
 
 class FaultyPolicyWorker(PolicyWorker):

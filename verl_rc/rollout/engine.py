@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from verl_rc.data.batches import Completions
-from verl_rc.rollout.response import UNKNOWN, Collected, Ended, Interrupted, Response
+from verl_rc.rollout.response import UNKNOWN, Collected, Interrupted, Response
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import After, Box, QueuedSample, StepLoop
 from verl_rc.rollout.tools import ToolFailedError
@@ -37,7 +37,7 @@ class RolloutEngine:
         self._can_sleep = bool(options.arguments.get("enable_sleep_mode", False))
         self._box: Box = []
         self._on_update = options.on_update
-        self._interrupted = Interrupted([], self._collect([]))
+        self._interrupted = Interrupted([], self._as_completions([]))
         """What the last update interrupted."""
         self._paused_at = 0.0
         """When the last update began, ``time.perf_counter`` seconds."""
@@ -192,7 +192,7 @@ class RolloutEngine:
 
         Raises ``ValueError`` naming the request when a sampled token came back without a finite log-prob.
         """
-        return self._collected(self._loop.take(self._box, at_least, wait_seconds))
+        return self._as_collected(self._loop.take(self._box, at_least, wait_seconds))
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
         """Sample one response per request, in order, with priority over submitted samples that have not begun.
@@ -201,20 +201,18 @@ class RolloutEngine:
         """
         box: Box = []
         self._loop.submit([QueuedSample(row, request, options, ahead=True) for row, request in enumerate(requests)], box)
-        collected = self._collected(self._loop.take(box, at_least=len(requests)))
+        collected = self._as_collected(self._loop.take(box, at_least=len(requests)))
         for why in collected.failures.values():
             raise ToolFailedError(why)
         return collected.completions
 
-    def _collected(self, ended: Box) -> Collected:
+    def _as_collected(self, ended: Box) -> Collected:
         failures = {number: str(one) for number, one in ended if isinstance(one, ToolFailedError)}
         whole = sorted((one for one in ended if one[0] not in failures), key=itemgetter(0))
-        return Collected([number for number, _ in whole], self._collect_ended([response for _, response in whole]), failures)
+        completions = self._as_completions([one.whole(row) for row, (_, one) in enumerate(whole)])
+        return Collected([number for number, _ in whole], completions, failures)
 
-    def _collect_ended(self, ended: list[Ended]) -> Completions:
-        return self._collect([one.whole(row) for row, one in enumerate(ended)])
-
-    def _collect(self, given: Sequence[Response]) -> Completions:
+    def _as_completions(self, given: Sequence[Response]) -> Completions:
         rows, width = len(given), self._options.response_width
         responses = torch.zeros(rows, width, dtype=torch.int64)
         log_probs = torch.zeros(rows, width)
@@ -249,7 +247,7 @@ class RolloutEngine:
         cut = self._loop.cut(sampler) if self._on_update == "recompute" else []
         so_far: dict[int, Response] = dict(sorted(self._loop.so_far(sampler), key=itemgetter(0)))
         again = sum(len(one.request.prompt_token_ids) + len(so_far[one.number].token_ids) for one in cut)
-        self._interrupted = Interrupted(list(so_far), self._collect(list(so_far.values())), recomputed_tokens=again)
+        self._interrupted = Interrupted(list(so_far), self._as_completions(list(so_far.values())), recomputed_tokens=again)
         sampler.llm.start_weight_update()
 
     def _finish(self, sampler: VllmSampler, version: int) -> list[dict[str, Any]]:

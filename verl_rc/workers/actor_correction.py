@@ -38,10 +38,14 @@ class ActorCorrection:
         self._config = request.correction
         self._mesh = mesh
         self._policy_version = request.policy_version
-        self._whole: CorrectionStatistics | None = None
-        self._seen: CorrectionStatistics | None = None
-        self._all: CorrectionStatistics | None = None
-        self._signature_statistics: CorrectionStatistics | None = None
+        self._measured_before: CorrectionStatistics | None = None
+        """Of the mini-batch over all ranks, where its loss needs them before its first micro-batch."""
+        self._corrected: CorrectionStatistics | None = None
+        """Of this rank's micro-batches that were corrected, of the mini-batch."""
+        self._of_step: CorrectionStatistics | None = None
+        """Of the mini-batches that have ended, over all ranks."""
+        self._signatures: CorrectionStatistics | None = None
+        """Of this rank's micro-batches of the first mini-batch."""
         # float64: with float32 sums the gap over ranks would depend on how rows are spread over them.
         self._gap = torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         self.statistics_seconds = 0.0
@@ -52,44 +56,42 @@ class ActorCorrection:
 
         Returns the loss's denominators, or None where they are known without the pass.
         """
-        self._seen = self._whole = None
+        self._corrected = self._measured_before = None
         if not needs_statistics_first(self._config):
             return None
         started = time.perf_counter()
         parts: CorrectionStatistics | None = None
         for rows in micro_batches:
             batch, log_probs = self._against_rollout(*current(rows))
-            found = measure_current(batch, log_probs, self._config, self._policy_version)
-            parts = found if parts is None else parts.merge(found)
+            parts = _merged(parts, measure_current(batch, log_probs, self._config, self._policy_version))
         assert parts is not None
         # Every rank takes part, also one whose rows are all padding: an all-reduce waits for all of them.
-        self._whole = self._over_ranks(parts)
+        self._measured_before = self._over_ranks(parts)
         self.statistics_seconds += time.perf_counter() - started
-        return kept_counts(self._whole) if self._config.rejection_denominator == "kept" else None
+        return kept_counts(self._measured_before) if self._config.rejection_denominator == "kept" else None
 
     def correct(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch with weights and ``loss_mask`` from its current log-probs ``[B, R]``."""
         # Weights and masks are constants of the loss.
         batch, log_probs = self._against_rollout(batch, log_probs.detach())
         found = measure_current(batch, log_probs, self._config, self._policy_version)
-        self._seen = found if self._seen is None else self._seen.merge(found)
+        self._corrected = _merged(self._corrected, found)
         self._add_gap(batch, log_probs)
-        return correct_current(batch, log_probs, self._config, self._whole or found)
+        return correct_current(batch, log_probs, self._config, self._measured_before or found)
 
     @property
     def measures_signatures(self) -> bool:
         """Whether signatures of the mini-batch are wanted: those of the first one, after which the policies differ by design."""
-        return self._all is None and self._config.diagnostics == "full"
+        return self._of_step is None and self._config.diagnostics == "full"
 
     def measure_first_signatures(self, batch: TrainBatch, current: TokenScores) -> None:
         """Measure the signatures of a micro-batch, if they are wanted."""
         if self.measures_signatures:
-            found = measure_signatures(batch, current)
-            self._signature_statistics = found if self._signature_statistics is None else self._signature_statistics.merge(found)
+            self._signatures = _merged(self._signatures, measure_signatures(batch, current))
 
     def preview(self, batch: TrainBatch, log_probs: Tensor) -> TrainBatch:
         """The micro-batch as ``correct`` will return it, without adding to the statistics."""
-        found = self._whole or measure_current(batch, log_probs, self._config, self._policy_version)
+        found = self._measured_before or measure_current(batch, log_probs, self._config, self._policy_version)
         return correct_current(batch, log_probs, self._config, found)
 
     def _against_rollout(self, batch: TrainBatch, log_probs: Tensor) -> tuple[TrainBatch, Tensor]:
@@ -104,13 +106,13 @@ class ActorCorrection:
 
         Raises ``NonFiniteLogProbError`` when too many of its log-probs are not finite.
         """
-        assert self._seen is not None
-        whole = self._over_ranks(self._seen)
+        assert self._corrected is not None
+        mini_batch = self._over_ranks(self._corrected)
         # From totals over all ranks: all of them raise, or none. One alone would leave the others waiting in
         # the next collective.
-        require_finite(whole.nonfinite_fraction, self._config)
-        self._all = whole if self._all is None else self._all.merge(whole)
-        return kept_counts(whole).num_tokens
+        require_finite(mini_batch.nonfinite_fraction, self._config)
+        self._of_step = _merged(self._of_step, mini_batch)
+        return kept_counts(mini_batch).num_tokens
 
     def gap(self) -> LogProbGap:
         """Mean and extreme |current - rollout| over the mini-batches so far, over all ranks. Collective."""
@@ -121,12 +123,12 @@ class ActorCorrection:
 
     def statistics(self) -> CorrectionStatistics:
         """Return the statistics of all mini-batches and ranks, on the CPU."""
-        assert self._all is not None
-        return _on_cpu(self._all)
+        assert self._of_step is not None
+        return _on_cpu(self._of_step)
 
     def signatures(self) -> CorrectionStatistics | None:
         """Return those of the first mini-batch over all ranks, on the CPU; None without full diagnostics. Collective."""
-        return None if self._signature_statistics is None else _on_cpu(self._over_ranks(self._signature_statistics))
+        return None if self._signatures is None else _on_cpu(self._over_ranks(self._signatures))
 
     def _over_ranks(self, statistics: CorrectionStatistics) -> CorrectionStatistics:
         return statistics.with_vectors(
@@ -142,6 +144,10 @@ class ActorCorrection:
             sums, largest = self._gap
             found = torch.stack([gaps.sum(), counted.sum().double()])
             self._gap = sums.to(gaps.device) + found, torch.maximum(largest.to(gaps.device), gaps.max()[None])
+
+
+def _merged(parts: CorrectionStatistics | None, further: CorrectionStatistics) -> CorrectionStatistics:
+    return further if parts is None else parts.merge(further)
 
 
 def _on_cpu(statistics: CorrectionStatistics) -> CorrectionStatistics:
