@@ -30,7 +30,7 @@ def median_seconds(call: Callable[[], Any]) -> float:
 
 def engine_alone(folder: Path, results: Any) -> None:
     """Seconds of one step's generation by the engine, in this process."""
-    from verl_rc.cluster.ray_session import engine_environment
+    from verl_rc.workers.environment import engine_environment
     from verl_rc.workers.host import usable_cores
 
     os.environ.update(engine_environment(usable_cores(), "cpu", one_node=True))

@@ -15,7 +15,7 @@ from small_runs import ROOT
 from transformers import AutoModelForCausalLM
 
 from verl_rc.cli import main
-from verl_rc.cluster.ray_session import engine_environment
+from verl_rc.workers.environment import engine_environment
 
 PROMPT = "4071835926="
 NUM_TOKENS = 12

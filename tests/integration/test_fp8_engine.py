@@ -4,8 +4,8 @@ from pathlib import Path
 
 from other_process import OtherProcess
 
-from verl_rc.cluster.ray_session import engine_environment
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
+from verl_rc.workers.environment import engine_environment
 
 ARGUMENTS = {
     "quantization": "fp8_per_channel",

@@ -17,7 +17,6 @@ from other_process import OtherProcess
 from shared_segments import nothing_left_behind
 from transformers import AutoModelForCausalLM
 
-from verl_rc.cluster.ray_session import engine_environment
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import row_parts
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
@@ -26,6 +25,7 @@ from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipt
 from verl_rc.weight_sync.sender import ModelWeights, WeightSender
 from verl_rc.weight_sync.shared_bucket import choose_offering_ranks
 from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.workers.environment import engine_environment
 
 # Room for the query projection but not for key and value with it: vLLM fuses the three into one layer.
 BUCKET_BYTES = 20 << 10

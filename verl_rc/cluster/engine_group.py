@@ -6,7 +6,6 @@ from typing import Any
 
 from verl_rc.cluster.engine_work import EngineWork
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.ray_session import engine_environment
 from verl_rc.cluster.remote import (
     HangError,
     Pending,
@@ -26,6 +25,7 @@ from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.shared_bucket import BucketHandle
 from verl_rc.weight_sync.transfer_group import TransferAddress, TransferBrokenError
+from verl_rc.workers.environment import engine_environment
 
 _TIMEOUT_KEY = "actor_rollout_ref.rollout.engine_timeout_seconds"
 _GRACE_SECONDS = 10.0

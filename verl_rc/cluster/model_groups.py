@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from verl_rc.cluster.rank_group import RankGroup
-from verl_rc.cluster.ray_session import trainer_environment
 from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all
 from verl_rc.config.task import RewardModelConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TokenScores, TrainBatch
@@ -15,6 +14,7 @@ from verl_rc.data.microbatch import MicroBatchLimit
 from verl_rc.ppo.mini_batches import MiniBatch
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.workers.environment import trainer_environment
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.updates import ActorReport, UpdateReport, UpdateRequest
 

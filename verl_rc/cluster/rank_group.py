@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.ray_session import trainer_environment
 from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all, wait_timed
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatch, MiniBatchShare
+from verl_rc.workers.environment import trainer_environment
 
 
 class RankGroup:

@@ -1,4 +1,4 @@
-"""Ray on this machine or a cluster, and the environment of its processes. Imports no heavy module: it runs while torch loads."""
+"""Ray on this machine or a cluster. Imports no heavy module: it runs while torch loads."""
 
 import os
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from ray._private import ray_constants
 
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.run import RayInitConfig
+from verl_rc.workers.environment import SLEEP_WHILE_WAITING
 from verl_rc.workers.host import usable_cores
 
 _PACKAGE_ROOT = Path(__file__).absolute().parents[2]
@@ -35,68 +36,16 @@ _LOCAL_RAY = {
     "RAY_worker_register_timeout_seconds": "300",
 }
 
-_QUIET = {
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "PYTHONWARNINGS": "ignore",
-}
-
-_SLEEP_WHILE_WAITING = {"OMP_WAIT_POLICY": "passive"}
-"""OpenMP threads sleep while they wait: on a busy CPU, spinning threads make a step ten times slower."""
-
-_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
-"""Of engines; the user's values take precedence."""
-
-_NCCL = {"NCCL_CUMEM_ENABLE": "0"}
-"""vLLM switches this off in its workers; the other members of a weight transfer must do the same, or it hangs."""
-
-_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-"""On one node, gloo and vLLM connect over the loopback interface."""
-
-
 def prepare_driver() -> None:
     """Set the variables that ``import ray`` reads; the user's values take precedence."""
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    for name, value in {**_RAY, **_LOCAL_RAY, **quiet, **_SLEEP_WHILE_WAITING}.items():
+    for name, value in {**_RAY, **_LOCAL_RAY, **quiet, **SLEEP_WHILE_WAITING}.items():
         os.environ.setdefault(name, value)
 
 
 def python_path() -> str:
     """``PYTHONPATH`` of processes, with the folder of this package first, so that they import the same code."""
     return os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
-
-
-def trainer_environment(num_threads: int, one_node: bool) -> dict[str, str]:
-    """Environment of a trainer rank that computes with ``num_threads`` threads."""
-    return {**_QUIET, **_threads(num_threads), **_users_or(_NCCL), **(_ON_LOOPBACK if one_node else {})}
-
-
-def _threads(count: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(count), **_users_or(_SLEEP_WHILE_WAITING)}
-
-
-def _users_or(defaults: Mapping[str, str]) -> dict[str, str]:
-    """These variables, with the values of this process's environment where it has them."""
-    return {name: os.environ.get(name, value) for name, value in defaults.items()}
-
-
-def engine_environment(num_threads: int, device: str, one_node: bool) -> dict[str, str]:
-    """Environment of an engine's process.
-
-    The engine core stays in the actor's process (no child to orphan). On a CPU: no core pinning (two engines would
-    pin the same cores), and no dynamo, which would compile for seconds what an eager engine runs once.
-    """
-    variables = {
-        **_QUIET,
-        **_threads(num_threads),
-        **_users_or(_NCCL),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        **_users_or(_VLLM),
-    }
-    if device == "cpu":
-        variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-    return variables | (_ON_LOOPBACK if one_node else {})
 
 
 _OBJECT_STORE_BYTES = 512 << 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_rc.cluster.ray_session import engine_environment, trainer_environment
+from verl_rc.workers.environment import engine_environment, trainer_environment
 
 
 def test_the_users_log_level_wins(monkeypatch: pytest.MonkeyPatch) -> None:
