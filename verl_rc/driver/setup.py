@@ -21,7 +21,6 @@ from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
 from verl_rc.config.models import torch_name
-from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES, RolloutConfig
 from verl_rc.config.run import RunConfig, remote_code_keys
 from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
@@ -46,7 +45,7 @@ from verl_rc.report.explain import add_to_plan, plan_text, write_plan
 from verl_rc.report.memory import ModelShape, choose_gradient_sums, model_paths
 from verl_rc.report.preflight_machine import refuse_too_little_memory
 from verl_rc.rollout.conversation import Conversations, template_arguments
-from verl_rc.rollout.sampling import ConversationOptions, EngineOptions
+from verl_rc.rollout.sampling import engine_options, max_model_length
 from verl_rc.weight_sync.proof import GapLimit, least_precise
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import unsupported_attention
@@ -272,67 +271,3 @@ def _find_objective(config: RunConfig) -> None:
     """Import estimator and loss before anything starts. Raises ``ConfigError`` when one of them does not exist."""
     resolve_advantage_estimator(config.algorithm.adv_estimator)
     resolve_policy_loss(policy_loss_name(config.actor_rollout_ref.actor, config.algorithm.rollout_correction))
-
-
-def max_model_length(config: RunConfig) -> int:
-    """Tokens of prompt and response that an engine must hold."""
-    return config.actor_rollout_ref.rollout.max_model_len or config.longest_sequence
-
-
-def engine_options(config: RunConfig, device: str) -> EngineOptions:
-    """The keyword arguments of ``vllm.LLM`` that a configuration means on ``device``."""
-    rollout = config.actor_rollout_ref.rollout
-    arguments: dict[str, Any] = {
-        "load_format": rollout.load_format,
-        "quantization": rollout.quantization,
-        "kv_cache_dtype": rollout.kv_cache_dtype,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "distributed_executor_backend": "uni" if rollout.tensor_model_parallel_size == 1 else "mp",
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, max_model_length(config)),
-        # a request whose prompt is cut has its random generator set back, which vLLM cannot do on a CPU
-        "enable_chunked_prefill": rollout.enable_chunked_prefill and device != "cpu",
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "seed": rollout.seed,
-        "trust_remote_code": config.actor_rollout_ref.model.trust_remote_code,
-        "skip_tokenizer_init": True,
-        **_memory_arguments(rollout, device, config.actor_rollout_ref.hybrid_engine),
-        **rollout.engine_kwargs.vllm,
-    }
-    on_update = config.async_training.on_update
-    if on_update != "finish":
-        # vLLM would give the tokens of a step that it has begun, and not processed, the version of the weights that come next.
-        arguments["async_scheduling"] = False
-    return EngineOptions(
-        model_path=config.actor_rollout_ref.model.path,
-        dtype=rollout.dtype,
-        max_model_len=max_model_length(config),
-        response_width=config.data.max_response_length,
-        arguments=arguments,
-        on_update=on_update,
-        deterministic_steps=config.async_training.deterministic_steps,
-        stages_updates=rollout.checkpoint_engine.stage_updates,
-        max_concurrent=config.async_training.max_concurrent_rollouts,
-        conversation=_conversation_options(config),
-    )
-
-
-def _conversation_options(config: RunConfig) -> ConversationOptions | None:
-    multi_turn, data = config.actor_rollout_ref.rollout.multi_turn, config.data
-    if not multi_turn.enable:
-        return None
-    return ConversationOptions(
-        multi_turn, config.actor_rollout_ref.model.path, data.trust_remote_code, data.apply_chat_template_kwargs
-    )
-
-
-def _memory_arguments(rollout: RolloutConfig, device: str, shares_devices: bool) -> dict[str, Any]:
-    """On a CPU the cache's size is given in bytes (a fraction would be one of all RAM) and the engine runs eagerly."""
-    if device == "cpu":
-        return {"enforce_eager": True, "kv_cache_memory_bytes": (rollout.kv_cache_megabytes or DEFAULT_CPU_CACHE_MEGABYTES) << 20}
-    arguments: dict[str, Any] = {"enforce_eager": rollout.enforce_eager}
-    if shares_devices and rollout.free_cache_engine:
-        arguments["enable_sleep_mode"] = True
-    if rollout.kv_cache_megabytes is not None:
-        return {**arguments, "kv_cache_memory_bytes": rollout.kv_cache_megabytes << 20}
-    return {**arguments, "gpu_memory_utilization": rollout.gpu_memory_utilization}

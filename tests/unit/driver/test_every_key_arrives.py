@@ -26,12 +26,11 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.dataset import PromptOptions
 from verl_rc.driver import stages
 from verl_rc.driver.services import Services
-from verl_rc.driver.setup import engine_options
 from verl_rc.driver.step_record import StepRecord
 from verl_rc.losses import loss_options
 from verl_rc.ppo.choices import actor_limit, critic_limit, log_prob_limit, reference_limit
 from verl_rc.ppo.control import Control
-from verl_rc.rollout.sampling import SamplingOptions
+from verl_rc.rollout.sampling import SamplingOptions, engine_options
 from verl_rc.workers.sharded_model import build_optimizer, build_scheduler
 
 

@@ -9,7 +9,8 @@ from small_runs import ROOT
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS
-from verl_rc.driver.setup import engine_options, steps_of_run
+from verl_rc.driver.setup import steps_of_run
+from verl_rc.rollout.sampling import engine_options
 
 
 @pytest.mark.parametrize(("device", "given", "cut"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
