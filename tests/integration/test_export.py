@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from other_process import OtherProcess
 from small_checkpoints import write_checkpoint
 from small_models import small_run_config
 from small_runs import ROOT
 from transformers import AutoModelForCausalLM
 
 from verl_rc.cli import main
+from verl_rc.report.bring_up.process import OtherProcess
 from verl_rc.workers.environment import engine_environment
 
 PROMPT = "4071835926="

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from other_process import OtherProcess
 from shared_segments import nothing_left_behind
 from transformers import AutoModelForCausalLM
 
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import row_parts
+from verl_rc.report.bring_up.process import OtherProcess
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.weight_sync.proof import LoadReceipt, SyncProofError, check_receipts

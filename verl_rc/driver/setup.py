@@ -20,7 +20,6 @@ from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.load import save_resolved_config
-from verl_rc.config.models import torch_name
 from verl_rc.config.run import RunConfig, remote_code_keys
 from verl_rc.config.schema import public_values
 from verl_rc.config.task import DataConfig
@@ -46,7 +45,7 @@ from verl_rc.report.memory import ModelShape, choose_gradient_sums, model_paths
 from verl_rc.report.preflight_machine import refuse_too_little_memory
 from verl_rc.rollout.conversation import Conversations, template_arguments
 from verl_rc.rollout.sampling import engine_options, max_model_length
-from verl_rc.weight_sync.proof import GapLimit, least_precise
+from verl_rc.weight_sync.proof import GapLimit
 from verl_rc.workers.host import usable_cores
 from verl_rc.workers.language_model import unsupported_attention
 
@@ -134,7 +133,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
             transport=transport,
             checkpoints=store,
             manifest=actor.manifest(),
-            gap_limit=_gap_limit(config),
+            gap_limit=GapLimit.from_config(config),
             stop=StopRequest(),
             tracker=tracker,
             total_steps=total_steps,
@@ -244,13 +243,6 @@ def _closing(group: RankGroup) -> Iterator[None]:
         group.close()
         raise
     group.close()
-
-
-def _gap_limit(config: RunConfig) -> GapLimit:
-    rollout = config.actor_rollout_ref.rollout
-    trainer = torch_name(config.actor_rollout_ref.actor.fsdp_config.dtype)
-    precision = least_precise(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype, trainer)
-    return GapLimit.for_precision(precision, rollout.sync_proof.gap_limit)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.errors import listed
+from verl_rc.config.models import torch_name
+from verl_rc.config.run import RunConfig
 from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import SendReceipt
@@ -109,6 +111,14 @@ class GapLimit:
         """``precision``: a key of the table of plausible gaps."""
         # In float32 nothing but a fault widens the gap. In other precisions training does, and samples of few tokens scatter.
         return cls(_PLAUSIBLE_MEAN_GAP[precision], fixed, 1.0 if precision == "float32" else _FAULT_FACTOR)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> "GapLimit":
+        """The limit of a run's engine and trainer."""
+        rollout = config.actor_rollout_ref.rollout
+        trainer = torch_name(config.actor_rollout_ref.actor.fsdp_config.dtype)
+        precision = least_precise(rollout.dtype, rollout.quantization, rollout.kv_cache_dtype, trainer)
+        return cls.for_precision(precision, rollout.sync_proof.gap_limit)
 
     def limit(self, calibrated: float | None) -> float:
         """The largest mean gap that is usual, nats; ``calibrated`` is None before the first gap."""
