@@ -4,8 +4,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_rc.config.run import RunConfig
+    from verl_rc.report.preflight_machine import Finding
 
 USER_ERROR = 2
 """Exit status for what the caller can put right; argparse uses the same."""
@@ -44,7 +49,7 @@ def _add_explain(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    summary = "check whether a run can start here: packages, devices, memory, disk, model, data, reward"
+    summary = "check whether a run can start here; with --gpu [--only STAGE], measure what its GPUs do"
     _add_with_configuration(subcommands, "doctor", summary).set_defaults(run=_doctor)
 
 
@@ -202,20 +207,53 @@ def _doctor(given: argparse.Namespace) -> int:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
-    from verl_rc.report.doctor import examine  # noqa: PLC0415  (torch, transformers)
-    from verl_rc.report.preflight_machine import verdict  # noqa: PLC0415  (next to the one above)
+    from verl_rc.report.preflight_machine import verdict  # noqa: PLC0415  (torch, transformers)
 
+    measures_gpus, only, arguments = _gpu_options(given.arguments)
     try:
-        config = load_run_config(_with_recipe(given.arguments))
+        config = load_run_config(_with_recipe(arguments))
     except ValueError as error:
         return _refuse_configuration(error)
     failures = 0
-    for finding in examine(config):
+    for finding in _measured_gpus(config, only) if measures_gpus else _examined(config):
         failures += finding.status == "failed"
         sys.stdout.write("".join(f"{line}\n" for line in finding.lines()))
         sys.stdout.flush()
     sys.stdout.write(f"{verdict(failures)}\n")
     return 1 if failures else 0
+
+
+def _examined(config: "RunConfig") -> "Iterator[Finding]":
+    from verl_rc.report.doctor import examine  # noqa: PLC0415  (Ray)
+
+    return examine(config)
+
+
+_GPU, _ONLY, _GPU_FILE = "--gpu", "--only", Path("doctor_gpu.json")
+
+
+def _gpu_options(arguments: Sequence[str]) -> tuple[bool, list[str], list[str]]:
+    """Whether ``doctor`` shall measure GPUs, the stages that were named, and the other arguments."""
+    only = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{_ONLY}=")]
+    others = [argument for argument in arguments if argument != _GPU and not argument.startswith(f"{_ONLY}=")]
+    return _GPU in arguments or bool(only), only, others
+
+
+def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Finding]":
+    """Run the stages; exits when one is not known, or there is no GPU and no word that the CPU shall do."""
+    from verl_rc.report.bring_up.run import STAGES, bring_up  # noqa: PLC0415  (torch)
+    from verl_rc.report.preflight_machine import uses_gpus  # noqa: PLC0415  (as above)
+
+    problem = ""
+    if unknown := set(only) - set(STAGES):
+        problem = f"{_ONLY} must name one of {', '.join(STAGES)}; got {', '.join(sorted(unknown))}."
+    elif not uses_gpus(config) and config.trainer.device != "cpu":
+        problem = f"{_GPU} needs a GPU, and torch sees none. Pass trainer.device=cpu to rehearse its stages on the CPU."
+    if problem:
+        sys.stderr.write(f"{problem}\n")
+        raise SystemExit(USER_ERROR)
+    yield from bring_up(config, _GPU_FILE, {name: STAGES[name] for name in only or STAGES})
+    sys.stdout.write(f"All numbers are in {_GPU_FILE}.\n")
 
 
 def _docs(given: argparse.Namespace) -> int:
@@ -243,7 +281,7 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _show_usage(subcommand: str, arguments: Sequence[str]) -> int:
-    measured = "".join(f" [{name}=S]" for name in _MEASURED) if subcommand == "explain" else ""
+    measured = "".join(f" [{name}=S]" for name in _MEASURED) if subcommand == "explain" else f" [{_GPU}] [{_ONLY}=STAGE]"
     sys.stdout.write(f"usage: verl-rc {subcommand} [RECIPE.sh] [GROUP=CHOICE ...] [KEY=VALUE ...]{measured}\n")
     sys.stdout.write("as python -m verl_rc.main_ppo, whose --help lists the groups\n")
     return 0 if arguments else USER_ERROR
