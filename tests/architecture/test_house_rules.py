@@ -17,7 +17,7 @@ def prints(tree: ast.AST, source: str, path: str) -> list[str]:
 
 
 def blind_excepts(tree: ast.AST, source: str, path: str) -> list[str]:
-    """``except:`` and ``except Exception:`` hide bugs, unless they raise again."""
+    """``except:`` and ``except Exception:`` hide bugs, unless they raise again, or send the error to the process that asked."""
 
     def names(node: ast.expr | None) -> set[str]:
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
@@ -28,7 +28,7 @@ def blind_excepts(tree: ast.AST, source: str, path: str) -> list[str]:
         f"{path}:{handler.lineno} blind except"
         for handler in handlers
         if names(handler.type) & {"Exception", "BaseException"}
-        and not any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+        and not any(isinstance(node, ast.Raise) or ast.unparse(node).startswith("pipe.send(") for node in ast.walk(handler))
     ]
 
 
@@ -95,6 +95,7 @@ PLANTED = [
     (blind_excepts, "try:\n    f()\nexcept:\n    pass", 1),
     (blind_excepts, "try:\n    f()\nexcept (OSError, Exception):\n    pass", 1),
     (blind_excepts, "try:\n    f()\nexcept Exception:\n    clean()\n    raise", 0),
+    (blind_excepts, "try:\n    f()\nexcept Exception:\n    pipe.send(format_exc())", 0),
     (blind_excepts, "try:\n    f()\nexcept OSError:\n    pass", 0),
     (config_lookups, "config.get('a', 1)", 1),
     (config_lookups, "self.actor_config.get('a')", 1),
