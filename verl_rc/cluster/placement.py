@@ -8,7 +8,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_rc.cluster.remote import RemoteError
-from verl_rc.config.checks import quantization_problem
+from verl_rc.config.checks import attention_problem, quantization_problem
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.workers.host import usable_cores
@@ -67,7 +67,7 @@ def plan_placement(config: RunConfig) -> Placement:
     total = ray.cluster_resources()
     device = trainer.device if trainer.device != "auto" else ("cuda" if total.get("GPU", 0) else "cpu")
     _check_nodes(config, device)
-    if problem := quantization_problem(rollout, device):
+    if problem := quantization_problem(rollout, device) or attention_problem(config, device):
         raise ConfigError(problem)
     if device == "cpu":
         _check_cores(config)

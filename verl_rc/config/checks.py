@@ -12,7 +12,7 @@ from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.models import ReferenceConfig
+from verl_rc.config.models import ReferenceConfig, torch_name
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import RunConfig
 
@@ -353,6 +353,8 @@ def _engine(config: RunConfig) -> Iterator[str]:
         yield problem
     if problem := quantization_problem(rollout, config.trainer.device):
         yield problem
+    if problem := attention_problem(config, config.trainer.device):
+        yield problem
     if rollout.val_kwargs.n > 1 and (rollout.val_kwargs.temperature == 0 or rollout.val_kwargs.do_sample is False):
         yield (
             f"actor_rollout_ref.rollout.val_kwargs.n={rollout.val_kwargs.n} greedy samples would all be equal: pass "
@@ -366,6 +368,26 @@ def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
     if device != "cpu" or reason is None:
         return None
     return f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
+
+
+_LONGEST_FLOAT32_ROW = 2048
+
+
+def attention_problem(config: RunConfig, device: str) -> str | None:
+    """Say why attention would not fit into a GPU's memory, or None; of ``auto`` nothing is known yet.
+
+    No fused kernel takes float32 with grouped queries: all scores are kept, 7.5 GiB for 8,192 tokens and 28 heads.
+    """
+    sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
+    sections |= {"critic": config.critic.fsdp_config} if config.needs_critic else {}
+    precise = [f"{role}.fsdp_config.dtype" for role, fsdp in sections.items() if torch_name(fsdp.dtype) == "float32"]
+    if device != "cuda" or not precise or config.longest_sequence <= _LONGEST_FLOAT32_ROW:
+        return None
+    return (
+        f"on a GPU an update in float32 takes sequences of at most {_LONGEST_FLOAT32_ROW:,} tokens, because all attention scores "
+        f"of one are kept; data.max_prompt_length + data.max_response_length is {config.longest_sequence:,}. Pass "
+        f"{' and '.join(f'{key}=bfloat16' for key in precise)}, or lower the lengths."
+    )
 
 
 def _engines_of_a_node(config: RunConfig) -> str | None:

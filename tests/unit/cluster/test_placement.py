@@ -47,6 +47,18 @@ def test_the_gpus_of_a_reward_model_are_counted(cluster: dict[str, float], tmp_p
         plan_placement(small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2", *judge))
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_long_sequences_in_float32_on_a_gpu(device: str, cluster: dict[str, float], tmp_path: Path) -> None:
+    """E3: no fused kernel takes them, and all attention scores would be kept."""
+    cluster["GPU"] = 1.0
+    given = (f"trainer.device={device}", "actor_rollout_ref.actor.fsdp_config.dtype=float32", "data.max_prompt_length=2000")
+    must = r"at most 2,048 tokens.* is 2,049. Pass actor_rollout_ref.actor.fsdp_config.dtype=bfloat16, or lower"
+    with pytest.raises(ConfigError, match=must):
+        plan_placement(small_run_config(tmp_path, *given, "data.max_response_length=49"))
+    with pytest.raises(pytest.fail.Exception, match="something was reserved"):
+        plan_placement(small_run_config(tmp_path, *given, "data.max_response_length=48"))
+
+
 @pytest.mark.usefixtures("cluster")
 def test_too_few_nodes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.nnodes=2 nodes are needed, the cluster has 1"):
