@@ -161,7 +161,8 @@ def request_seed(identity: Mapping[str, int]) -> int:
     """A 63-bit seed that depends on every entry of ``identity`` (run seed, step, epoch, row, sample) and on nothing
     else.
 
-    So a sample does not depend on which engine draws it, in which batch, or after which restart.
+    So on a CPU a sample does not depend on which engine draws it, in which batch, or after which restart. On a GPU the last bits
+    of a probability depend on the batch, unless vLLM's kernels are told otherwise (``VLLM_BATCH_INVARIANT=1``).
     """
     # Sorted, and hashed by blake2b: hash() of a string differs from process to process. Shifted, so
     # that it fits a signed 64-bit integer.

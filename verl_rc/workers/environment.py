@@ -13,8 +13,8 @@ _QUIET = {
 SLEEP_WHILE_WAITING = {"OMP_WAIT_POLICY": "passive"}
 """OpenMP threads sleep while they wait: on a busy CPU, spinning threads make a step ten times slower."""
 
-_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""}
-"""Of engines; the user's values take precedence."""
+_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "", "VLLM_BATCH_INVARIANT": "0"}
+"""Of engines on every node; the values of the user, where the driver runs, take precedence."""
 
 _NCCL = {"NCCL_CUMEM_ENABLE": "0"}
 """vLLM switches this off in its workers; the other members of a weight transfer must do the same, or it hangs."""

@@ -21,6 +21,12 @@ def test_the_users_log_level_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (loud["VLLM_LOGGING_LEVEL"], loud["VLLM_PLUGINS"]) == ("DEBUG", "mine")
 
 
+def test_kernels_that_do_not_depend_on_the_batch_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C5: where the driver's environment has it, engines on all nodes get it."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert engine_environment(1, "cuda", one_node=False)["VLLM_BATCH_INVARIANT"] == "1"
+
+
 def test_both_ends_of_a_transfer_agree_on_how_nccl_takes_memory() -> None:
     """D3: vLLM switches it off, and a sender that had it on would hang."""
     ends = (trainer_environment(1, one_node=True), engine_environment(1, "cuda", one_node=True))
