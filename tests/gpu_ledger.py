@@ -375,7 +375,7 @@ class FakeActor:
         self._ledger, self._classes, self._dead = ledger, classes, False
         self._memory = Memory(name, gpus)
         ledger.processes.append(self._memory)
-        for method in ("identity", "prepare", "build", "call", "visible_devices", "address", "gpu_bytes"):
+        for method in ("identity", "prepare", "build", "call", "visible_devices", "listen", "gpu_bytes"):
             setattr(self, method, SimpleNamespace(remote=getattr(self, f"_{method}")))
 
     def kill(self) -> None:
@@ -388,7 +388,7 @@ class FakeActor:
     def _gpu_bytes(self) -> Reference:
         return Reference(self._memory, int(CAPACITY * (1 << 30)))
 
-    def _address(self) -> Reference:
+    def _listen(self, host: str | None) -> Reference:
         return Reference(self._memory, ("127.0.0.1", 1))
 
     def _visible_devices(self) -> Reference:

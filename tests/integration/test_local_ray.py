@@ -10,6 +10,7 @@ import ray
 from listening_sockets import family, listening
 
 from verl_rc.cluster.remote import RemoteProcess, wait_for_all
+from verl_rc.distributed.network import listen
 from verl_rc.distributed.process_group import open_store
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
@@ -31,11 +32,11 @@ def test_workers_run_at_the_priority_of_the_driver() -> None:
 
 def test_every_socket_is_on_loopback(ray_here: set[tuple[str, str]]) -> None:
     process = RemoteProcess("worker", {})
-    host, port = wait_for_all([process.free_address()])[0]
+    host, port = wait_for_all([process.listen()])[0]
     assert host == "127.0.0.1"
-    store = open_store(host, port, 1, True, timedelta(seconds=120))
+    store = open_store(host, listen(host), 1, True, timedelta(seconds=120))
     found = listening(family(str(os.getpid()))) - ray_here
-    assert f"{port:04X}" in {used for _, used in found}  # the store's is among them
+    assert f"{port:04X}" in {used for _, used in found}  # the worker's is among them
     assert len(found) > 3  # so are Ray's
     assert {address for address, _ in found} <= LOOPBACK, found
     del store

@@ -15,7 +15,7 @@ from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatch, MiniBatchShare
-from verl_rc.workers.environment import trainer_environment
+from verl_rc.workers.environment import LOOPBACK, trainer_environment
 
 
 class RankGroup:
@@ -29,6 +29,7 @@ class RankGroup:
     def __init__(self, placement: Placement) -> None:
         """Start one process per rank; ``build`` loads the model."""
         environment = trainer_environment(placement.trainer_threads, placement.one_node)
+        self._host = LOOPBACK if placement.one_node else None
         self._ranks = [
             RemoteProcess(f"{self.role} rank {rank}", environment, **place.options())
             for rank, place in enumerate(placement.rank_places)
@@ -41,7 +42,7 @@ class RankGroup:
 
     def build(self, config: RunConfig, total_steps: int) -> list[Pending]:
         """Load and shard the model on every rank; returns at once."""
-        host, port = self.free_address()
+        host, port = self.listen()
         addresses = [RankAddress(rank, self.num_ranks, host, port) for rank in range(self.num_ranks)]
         return [
             process.build(self.worker, config=config, address=address, total_steps=total_steps)
@@ -58,9 +59,9 @@ class RankGroup:
         size: int = wait_for_all([self._ranks[0].gpu_bytes()])[0]
         return size
 
-    def free_address(self) -> tuple[str, int]:
-        """Host and a free port of the first rank's node."""
-        host, port = wait_for_all([self._ranks[0].free_address()])[0]
+    def listen(self) -> tuple[str, int]:
+        """Host and port at which the first rank waits for the other members of a group."""
+        host, port = wait_for_all([self._ranks[0].listen(self._host)])[0]
         return host, port
 
     def save(self, folder: Path) -> list[Pending]:

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,13 +89,14 @@ class _Process:
 
         return int(torch.cuda.get_device_properties(0).total_memory)
 
-    def address(self) -> _Answer:
-        return self._timed(self._free_address)
+    def listen(self, host: str | None) -> _Answer:
+        return self._timed(self._listen, host)
 
-    def _free_address(self) -> tuple[str, int]:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+    def _listen(self, host: str | None) -> tuple[str, int]:
+        from verl_rc.distributed.network import listen  # noqa: PLC0415  (see the class)
+
+        host = host or ray.util.get_node_ip_address()
+        return host, listen(host)
 
     def _timed(self, compute: Callable[..., Any], *arguments: Any) -> _Answer:
         begin, started = time.time(), time.perf_counter()
@@ -132,9 +132,9 @@ class RemoteProcess:
         """Call a method of the process's object; ``what``: description of the call for messages, default the method's name."""
         return Pending(self, what or method, self._actor.call.remote(method, arguments))
 
-    def free_address(self) -> "Pending":
-        """Host and a free port of the process's node."""
-        return Pending(self, "find a free port", self._actor.address.remote())
+    def listen(self, host: str | None = None) -> "Pending":
+        """Bind a port for a server of the process; the answer is ``host`` (default: the address of its node) and the port."""
+        return Pending(self, "listen on a port", self._actor.listen.remote(host))
 
     def visible_devices(self) -> "Pending":
         """The GPUs that Ray assigned to the process, in terms of ``CUDA_VISIBLE_DEVICES``."""

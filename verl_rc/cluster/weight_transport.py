@@ -57,11 +57,10 @@ class WeightTransport(Protocol):
 class BroadcastTransport:
     """Rank 0 of the actor broadcasts over a separate process group: gloo, or NCCL between GPUs."""
 
-    def __init__(self, actor: ActorGroup, engines: EngineGroup, placement: Placement, config: RunConfig) -> None:
+    def __init__(self, actor: ActorGroup, engines: EngineGroup, config: RunConfig) -> None:
         """``open`` makes the group."""
         rollout = config.actor_rollout_ref.rollout
         self._actor, self._engines = actor, engines
-        self._one_node = placement.one_node
         self._workers_per_engine = rollout.tensor_model_parallel_size
         self._manifest = actor.manifest()
         self._bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
@@ -69,8 +68,7 @@ class BroadcastTransport:
 
     def open(self) -> None:
         """Create a process group of the sender and every engine worker, replacing the previous one."""
-        host, port = self._actor.free_address()
-        host = "127.0.0.1" if self._one_node else host
+        host, port = self._actor.listen()
         address = TransferAddress(host, port, 1 + self._engines.num_engines * self._workers_per_engine)
         joining = self._actor.join_transfer(address)
         self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), beside=joining)
@@ -145,6 +143,6 @@ def open_transport(actor: ActorGroup, engines: EngineGroup, placement: Placement
     if backend == "ipc" or (backend == "auto" and shares_gpus):
         transport: WeightTransport = IpcTransport(actor, engines)
     else:
-        transport = BroadcastTransport(actor, engines, placement, config)
+        transport = BroadcastTransport(actor, engines, config)
     transport.open()
     return transport

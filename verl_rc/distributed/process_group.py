@@ -1,7 +1,6 @@
 """Process group of the trainer ranks: rendezvous, data-parallel mesh and reductions over it."""
 
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -9,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl_rc.distributed.network import take_listener
 
 
 def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: timedelta) -> dist.TCPStore:
@@ -18,11 +19,7 @@ def open_store(host: str, port: int, world_size: int, is_server: bool, timeout: 
     """
     if not is_server:
         return dist.TCPStore(host, port, world_size, False, timeout, wait_for_workers=True)
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen()
+    listener = take_listener(host, port)
     # detach(): the store closes the descriptor, Python must not close it too.
     return dist.TCPStore(host, port, world_size, True, timeout, wait_for_workers=True, master_listen_fd=listener.detach())
 

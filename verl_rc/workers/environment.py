@@ -19,7 +19,8 @@ _VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGIN
 _NCCL = {"NCCL_CUMEM_ENABLE": "0"}
 """vLLM switches this off in its workers; the other members of a weight transfer must do the same, or it hangs."""
 
-_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+LOOPBACK = "127.0.0.1"
+_ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
 """On one node, gloo and vLLM connect over the loopback interface."""
 
 
