@@ -45,9 +45,20 @@ class _Process:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        if "VLLM_HOST_IP" not in environment:  # otherwise all processes are on one node, and use its loopback interface
+            self._use_network_of_node()
         os.environ.update(environment)
         self._identity = register_stack_dump(ray.get_runtime_context().get_node_id())
         self._object: Any = None
+
+    def _use_network_of_node(self) -> None:
+        """Connect as Ray does; variables that are set on the node take precedence."""
+        from verl_rc.distributed.network import network_variables  # noqa: PLC0415  (see the class)
+
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
+        if not all(name in os.environ for name in names):
+            for name, value in network_variables(ray.util.get_node_ip_address()).items():
+                os.environ.setdefault(name, value)
 
     def identity(self) -> ProcessIdentity:
         return self._identity

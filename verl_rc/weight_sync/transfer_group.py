@@ -1,5 +1,6 @@
 """The process group that carries weights: beside, never through, the default groups of trainer and engine."""
 
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,8 +57,8 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
-        # init_process_group would add a device; a group built by hand without one is refused.
-        options._devices = [gloo.create_default_device()]
+        # init_process_group would add the device; a group built by hand without one is refused.
+        options._devices = _gloo_devices(gloo)
         return TransferGroup(gloo(store, rank, address.world_size, options), backend, address.timeout_seconds)
     if backend == "nccl":
         nccl_options = dist.ProcessGroupNCCL.Options()
@@ -69,6 +70,12 @@ def join_transfer_group(address: TransferAddress, rank: int, backend: str) -> Tr
         broadcast_from_sender(group, torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())))
         return group
     raise ValueError(f"the weight-transfer backend must be gloo or nccl, got {backend!r}.")
+
+
+def _gloo_devices(gloo: Any) -> list[Any]:
+    """Those of ``GLOO_SOCKET_IFNAME``, as init_process_group takes them; the default device is that of the hostname alone."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
 def broadcast_from_sender(group: TransferGroup, tensor: Tensor) -> None:

@@ -39,7 +39,7 @@ def test_packages_are_those_of_the_project() -> None:
     ]
     assert set(machine.PACKAGES) <= set(names)
     assert set(names) - set(machine.PACKAGES) <= {
-        *("numpy", "pyyaml", "rich"),  # come with the others
+        *("numpy", "psutil", "pyyaml", "rich"),  # come with the others
         "matplotlib",  # a run goes on without its picture
     }
 
