@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Node:
 
     def __init__(self, network: "Network", number: int, folder: Path) -> None:
         """Start it at the port ``number`` of the network's switch."""
-        self.address, self._number, self._network = f"10.77.0.{number}", number, network
+        self.address, self.number, self._network = f"10.77.0.{number}", number, network
         folder.mkdir(parents=True)
         script = _SETUP.format(hostname=f"node-{number}", folder=folder, ready=_READY)
         command = ["unshare", *_OWN, "--fork", "--kill-child", "--mount-proc", "bash", "-c", script]
@@ -61,13 +61,15 @@ class Node:
 
     def cut_off(self) -> None:
         """Take its network away, and then end all its processes at once: no peer is told."""
-        self._network.run("ip", "link", "set", f"port{self._number}", "down")
+        self._network.run("ip", "link", "set", f"port{self.number}", "down")
         self.stop()
 
     def stop(self) -> None:
-        """End all its processes."""
+        """End all its processes, and free its port for another node."""
         self._process.kill()
         self._process.wait()
+        with suppress(OSError):  # the kernel may have removed it with the node
+            self._network.run("ip", "link", "delete", f"port{self.number}")
 
 
 class Network:
