@@ -1,4 +1,4 @@
-"""The two ranks of a process group, each in a process of its own."""
+"""The ranks of a process group, each in a process of its own."""
 
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -7,7 +7,12 @@ from typing import Any
 
 def run_two_ranks(run_rank: Callable[..., None], *arguments: Any) -> None:
     """``run_rank(rank, *arguments)`` for ranks 0 and 1 at the same time; returns when both have ended without an error."""
-    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
+    run_ranks(2, run_rank, *arguments)
+
+
+def run_ranks(count: int, run_rank: Callable[..., None], *arguments: Any) -> None:
+    """``run_two_ranks`` for any number of ranks."""
+    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, *arguments)) for rank in range(count)]
     for process in ranks:
         process.start()
     for process in ranks:

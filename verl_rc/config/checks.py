@@ -415,6 +415,21 @@ def _resuming(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _shard_groups(config: RunConfig) -> Iterator[str]:
+    """Groups of ranks that share a copy of the weights have one size."""
+    used = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
+    used |= {"critic": config.critic.fsdp_config} if config.needs_critic else {}
+    used |= {"actor_rollout_ref.ref": config.actor_rollout_ref.ref.fsdp_config} if config.has_reference_model else {}
+    for section, fsdp in used.items():
+        size, ranks = fsdp.fsdp_size, config.num_ranks
+        if size == 0 or (size < ranks and ranks % size):
+            fits = max(count for count in range(1, max(1, size) + 1) if ranks % count == 0)
+            yield (
+                f"{section}.fsdp_config.fsdp_size must divide the {ranks} trainer ranks (trainer.nnodes x "
+                f"trainer.n_gpus_per_node), got {size}. Pass {fits}, or -1 for all ranks."
+            )
+
+
 def _devices(config: RunConfig) -> Iterator[str]:
     rollout, shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
     if shared and config.num_engine_devices != config.num_ranks:
@@ -478,6 +493,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _multi_turn,
     _engine,
     _devices,
+    _shard_groups,
     check_async_training,
     _resuming,
     _alerts,

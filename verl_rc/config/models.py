@@ -77,6 +77,9 @@ class OptimConfig(StrictModel):
 class FsdpConfig(StrictModel):
     """``*.fsdp_config.*``: sharding and precision."""
 
+    fsdp_size: int = Field(-1, ge=-1)
+    """Ranks that share one copy of the weights and moments, neighbours: with the number of GPUs of a node, layers are gathered
+    inside nodes, and only gradients travel between them, for more memory. It divides the number of ranks; -1: all of them."""
     model_dtype: Precision = "fp32"
     """Precision of the master weights that the optimizer updates."""
     dtype: Precision = "bfloat16"
@@ -87,6 +90,10 @@ class FsdpConfig(StrictModel):
     """Keep the weights in host memory while the model does not compute. Without effect on a CPU."""
     optimizer_offload: bool = False
     """The same for the optimizer's moments."""
+
+    def ranks_per_copy(self, ranks: int) -> int:
+        """Ranks of ``ranks`` that share one copy of the weights."""
+        return self.fsdp_size if 0 < self.fsdp_size < ranks else ranks
 
 
 class LearnerFsdpConfig(FsdpConfig):

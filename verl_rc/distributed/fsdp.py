@@ -9,7 +9,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+
+def sharding_mesh(data_parallel: DeviceMesh, size: int) -> DeviceMesh:
+    """The mesh over which weights are sharded: all ranks, or for a smaller ``size`` groups of so many neighbouring ranks.
+
+    Of two dimensions then, ``replicate`` and ``shard``: every group has a copy, and gradients are summed over both.
+    """
+    ranks = data_parallel.size()
+    if not 0 < size < ranks:
+        return data_parallel
+    return DeviceMesh(data_parallel.device_type, data_parallel.mesh.view(-1, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _cut(mesh: DeviceMesh) -> list[Placement]:
+    """How parameters lie on a mesh: cut along their first dimension over its last one, and copied over the other."""
+    return [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
 
 
 def cut_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -21,14 +37,14 @@ def cut_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # No source rank: nothing is sent, every rank cuts its own part of what it has.
-            shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            shard = distribute_tensor(parameter, mesh, _cut(mesh), src_data_rank=None)
             setattr(module, name, shards.setdefault(parameter, nn.Parameter(shard, parameter.requires_grad)))
 
 
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, reshard_after_forward: bool = True
 ) -> FSDPModule:
-    """Shard ``model`` over the data-parallel mesh, one unit per transformer layer, reducing gradients in fp32.
+    """Shard ``model`` over a ``sharding_mesh``, one unit per transformer layer, reducing gradients in fp32.
 
     Parameters may be whole, or this rank's shards from ``cut_parameters``.
     """
@@ -43,7 +59,16 @@ def shard_model(
     # FSDP2 looks again at its modules' parameters when the model is moved. Cloned: what was read lies in the mapped file, where
     # others may write.
     model._apply(torch.clone)
+    if mesh.ndim > 1:
+        _copy_from_first_group(model, mesh)
     return model
+
+
+def _copy_from_first_group(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every group the first one's weights: what is drawn at random (adapters) each group has drawn by itself."""
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        dist.broadcast(parameter.to_local().detach(), group=mesh.get_group("replicate"), group_src=0)
 
 
 @contextmanager
@@ -96,16 +121,16 @@ def gather_full_tensors(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[T
 
 
 def _is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether other ranks hold parts of the tensor."""
-    return isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
+    """Whether other ranks hold parts of the tensor, not only copies."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.size(-1) > 1
 
 
 def _gather(shards: Sequence[DTensor], dtype: torch.dtype) -> list[Tensor]:
-    """Of one mesh, all cut along their first dimension."""
+    """Of one mesh, all cut along their first dimension over its last one; each of its groups gathers by itself."""
     if not shards:
         return []
     mesh = shards[0].device_mesh
-    ranks = mesh.size()
+    ranks = mesh.size(-1)
     rows = [-(-shard.shape[0] // ranks) for shard in shards]  # the last ranks may have fewer, or none
     sizes = [count * shard.shape[1:].numel() for count, shard in zip(rows, shards, strict=True)]
     mine = torch.zeros(sum(sizes), dtype=dtype, device=shards[0].to_local().device)
@@ -114,7 +139,7 @@ def _gather(shards: Sequence[DTensor], dtype: torch.dtype) -> list[Tensor]:
         part[: local.numel()].copy_(local)
     everyone = torch.empty(ranks * mine.numel(), dtype=dtype, device=mine.device)
     # As bytes: gloo does not know every type of number.
-    dist.all_gather_single(everyone.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())
+    dist.all_gather_single(everyone.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group(-1))
     parts = everyone.view(ranks, -1).split(sizes, dim=1)
     return [part.reshape(-1, *shard.shape[1:])[: shard.shape[0]] for part, shard in zip(parts, shards, strict=True)]
 

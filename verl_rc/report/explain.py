@@ -284,9 +284,18 @@ def _batch(plan: Plan) -> Iterator[str]:
     for role, update in (("actor", sizes.actor), ("critic", sizes.critic)):
         if update is not None:
             yield from _wrapped("  ", f"{role}: {_update_in_words(update, sizes.longest_sequence)}")
+            if update.ranks_per_copy < update.ranks:
+                yield from _wrapped("  ", f"{role}: {_copies(update.ranks, update.ranks_per_copy)}")
             if update.ranks > 1:
                 yield from _wrapped("  ", f"{role}: {_GRADIENT_SUMS[update.sums_gradients_once]}")
     yield f"  training steps: {steps}"
+
+
+def _copies(ranks: int, of_one: int) -> str:
+    return (
+        f"{ranks // of_one} copies of weights and moments, each shared by {of_one} rank(s): layers are gathered among those, "
+        "gradients are summed over all"
+    )
 
 
 def _update_in_words(update: UpdateArithmetic, longest: int) -> str:

@@ -196,17 +196,18 @@ def _trained_parameters(model: ModelConfig, shape: ModelShape) -> int:
 def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained: int) -> RoleMemory:
     """Memory of an actor's or critic's rank: its share of weights, gradients and AdamW's two moments."""
     master, compute = _bytes(fsdp.model_dtype), _bytes(fsdp.dtype)
-    is_gathered = ranks > 1 or master != compute
+    of_copy = fsdp.ranks_per_copy(ranks)
+    is_gathered = of_copy > 1 or master != compute
     gathered = (shape.embedding_parameters + shape.parameters // shape.layers) * compute if is_gathered else 0
     sums_shards = isinstance(fsdp, LearnerFsdpConfig) and fsdp.use_no_sync_for_gradient_accumulation is False
-    gradients = trained * master if ranks == 1 else trained * 4 // (ranks if sums_shards else 1)
+    gradients = trained * master if ranks == 1 else trained * 4 // (of_copy if sums_shards else 1)
     return RoleMemory(
         role,
         processes=ranks,
-        weights=shape.parameters * master // ranks,
+        weights=shape.parameters * master // of_copy,
         gathered=gathered,
         gradients=gradients,
-        optimizer=2 * trained * master // ranks,
+        optimizer=2 * trained * master // of_copy,
         # Of the last unit that is reduced, when its activations are gone: what backward gave, and its copy in float32.
         activations=min(trained, max(shape.embedding_parameters, shape.parameters // shape.layers)) * (compute + 4)
         if ranks > 1

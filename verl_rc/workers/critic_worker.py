@@ -6,6 +6,7 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, TokenBatch
+from verl_rc.distributed.fsdp import sharding_mesh
 from verl_rc.distributed.process_group import RankAddress, join_trainer_group, trainer_device
 from verl_rc.losses import Aggregation
 from verl_rc.metrics import Metric, Reduction
@@ -27,7 +28,7 @@ class CriticWorker(Learner):
         self._address = address
         self._device = trainer_device(config.trainer.device)
         # The critic's ranks are processes of their own: their default group is not the actor's.
-        mesh = join_trainer_group(address, self._device)
+        mesh = sharding_mesh(join_trainer_group(address, self._device), self._config.fsdp_config.fsdp_size)
         module = load_value_model(
             model.path,
             torch_dtype(self._config.fsdp_config.model_dtype),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
+from verl_rc.distributed.fsdp import sharding_mesh
 from verl_rc.distributed.process_group import (
     RankAddress,
     all_gather_vector,
@@ -70,16 +71,17 @@ class PolicyWorker(Learner):
         self._device = trainer_device(config.trainer.device)
         self._mesh = join_trainer_group(address, self._device)
         fsdp = self._actor.fsdp_config
+        shards = sharding_mesh(self._mesh, fsdp.fsdp_size)
         module = load_causal_lm(
             model_config.path,
             torch_dtype(fsdp.model_dtype),
             model_config.enable_gradient_checkpointing,
             model_config.trust_remote_code,
-            self._mesh,
+            shards,
         )
         whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
         learning = LearningOptions(self._actor.optim, total_steps, self._actor.checkpoint.async_save, whole_gradients)
-        self.model = ShardedModel(add_adapters(module, model_config), self._mesh, fsdp, learning)
+        self.model = ShardedModel(add_adapters(module, model_config), shards, fsdp, learning)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,
             model_config.use_remove_padding,
@@ -265,7 +267,7 @@ class ReferenceWorker:
         del total_steps
         model, reference = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
         self._device = trainer_device(config.trainer.device)
-        mesh = join_trainer_group(address, self._device)
+        mesh = sharding_mesh(join_trainer_group(address, self._device), reference.fsdp_config.fsdp_size)
         module = load_causal_lm(
             reference.model_path,
             torch_dtype(reference.fsdp_config.model_dtype),

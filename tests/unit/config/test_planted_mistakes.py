@@ -158,7 +158,8 @@ DEVICES: list[Mistake] = [
     ),
     (f"{ROLLOUT}.n_gpus_per_node=2", f"{ROLLOUT}.n_gpus_per_node", "share the trainer's 1 devices", "= 2", "hybrid_engine=False"),
     (f"trainer.nnodes=64 {ROLLOUT}.n=2", f"{ACTOR}.ppo_mini_batch_size", "at least one row", "= 32 rows", "trainer.nnodes"),
-    (f"{ACTOR}.fsdp_config.fsdp_size=2 trainer.nnodes=4", "fsdp_size", "sharded over all trainer ranks", "=2", "write -1"),
+    (f"{ACTOR}.fsdp_config.fsdp_size=3 trainer.nnodes=4", "fsdp_size", "must divide the 4 trainer ranks", "got 3", "Pass 2"),
+    (f"{ACTOR}.fsdp_config.fsdp_size=0", "fsdp_size", "must divide the 1 trainer ranks", "got 0", "Pass 1"),
 ]
 
 LEGACY: list[Mistake] = [

@@ -158,18 +158,11 @@ def _equal(read: Callable[[RunConfig], Any], source: str) -> Agreement:
 
 
 _SAMPLES = _equal(lambda config: config.actor_rollout_ref.rollout.n, "actor_rollout_ref.rollout.n")
-_WHOLE_GROUP = Agreement(
-    lambda config, size: size == -1 or (isinstance(size, int) and size >= config.num_ranks),
-    "hybrid sharding is not built, weights are sharded over all trainer ranks; write -1",
-)
 
 AGREEMENTS = {
     "actor_rollout_ref.actor.rollout_n": _SAMPLES,
     "actor_rollout_ref.ref.rollout_n": _SAMPLES,
     "critic.rollout_n": _SAMPLES,
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size": _WHOLE_GROUP,
-    "actor_rollout_ref.ref.fsdp_config.fsdp_size": _WHOLE_GROUP,
-    "critic.fsdp_config.fsdp_size": _WHOLE_GROUP,
     "actor_rollout_ref.rollout.prompt_length": _equal(lambda config: config.data.max_prompt_length, "data.max_prompt_length"),
     "trainer.max_critic_ckpt_to_keep": _equal(
         lambda config: config.trainer.max_actor_ckpt_to_keep, "trainer.max_actor_ckpt_to_keep: both models lie in one checkpoint"

@@ -126,6 +126,8 @@ def _unused_by_roles(config: RunConfig) -> Iterator[Unread]:
     frozen = ("actor_rollout_ref.ref.fsdp_config.optimizer_offload",)
     yield config.needs_reference and not on_cpu, frozen, "a reference has no optimizer"
     learners = (_ACTOR, "critic") if config.needs_critic else (_ACTOR,)
+    groups = tuple(f"{section}.fsdp_config.fsdp_size" for section, is_used in sections.items() if is_used)
+    yield config.num_ranks == 1, groups, "one rank holds all weights"
     sums = tuple(f"{name}.fsdp_config.use_no_sync_for_gradient_accumulation" for name in learners)
     yield config.num_ranks == 1, sums, "one rank: its gradients are whole anyway"
 

@@ -25,6 +25,8 @@ class UpdateArithmetic:
     """Rows of a micro-batch on one rank; None: limited by tokens."""
     sums_gradients_once: bool | None = None
     """Whether ranks reduce gradients once a mini-batch, not after every micro-batch; None: the estimate of memory decides."""
+    ranks_per_copy: int = 1
+    """Ranks that share one copy of weights and moments."""
 
     @property
     def optimizer_steps(self) -> int:
@@ -105,7 +107,7 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
         given = fsdp.use_no_sync_for_gradient_accumulation
         once = True if given is None and trainer.device == "cpu" else given
         sizes = (mini, mini * samples, prompts // mini, epochs, config.num_ranks, limit.max_tokens, limit.max_rows)
-        return UpdateArithmetic(*sizes, sums_gradients_once=once)
+        return UpdateArithmetic(*sizes, sums_gradients_once=once, ranks_per_copy=fsdp.ranks_per_copy(config.num_ranks))
 
     warmup = max(trainer.critic_warmup - 1, 0)
     return BatchArithmetic(

@@ -122,10 +122,6 @@ def test_the_message_of_a_renamed_key_can_be_pasted() -> None:
 @pytest.mark.parametrize(
     ("overrides", "holds"),
     [
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=-1", True),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=8", True),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=32", True),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=4", False),
         ("actor_rollout_ref.rollout.prompt_length=512", True),
         ("actor_rollout_ref.rollout.prompt_length=256", False),
         ("actor_rollout_ref.actor.rollout_n=2", True),
