@@ -471,6 +471,7 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(remote, "_Process", SimpleNamespace(options=options))
     monkeypatch.setattr(remote.RemoteProcess, "_start", start_named)
     monkeypatch.setattr(remote, "end_process", lambda process: None)
+    monkeypatch.setattr(remote, "identity_of", lambda process: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", ledger.empty_cache)
     monkeypatch.setattr(sender, "share_bucket", lambda specs, parts, memory: LentBucket(parts, memory))
     monkeypatch.setattr(WeightSender, "_memory_of_a_bucket", lambda _: BucketMemory(ledger))

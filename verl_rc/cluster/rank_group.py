@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import Pending, RemoteProcess, wait_for_all, wait_timed
+from verl_rc.cluster.remote import Pending, ProcessLostError, RemoteProcess, wait_for_all, wait_timed
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
@@ -48,6 +48,15 @@ class RankGroup:
             process.build(self.worker, config=config, address=address, total_steps=total_steps)
             for process, address in zip(self._ranks, addresses, strict=True)
         ]
+
+    def require_nodes(self) -> None:
+        """Raise ``ProcessLostError`` when the node of a rank has left the cluster."""
+        lost = [rank.name for rank in self._ranks if rank.node_is_gone()]
+        if lost:
+            raise ProcessLostError(
+                f"the node of {', '.join(lost)} has left the cluster. Start Ray on it again, or on another one "
+                "(scripts/cluster/start_worker.sh), and then the same command: it goes on from the last checkpoint."
+            )
 
     def visible_devices(self) -> list[str]:
         """The GPU of each rank in terms of ``CUDA_VISIBLE_DEVICES``; empty strings on a CPU."""

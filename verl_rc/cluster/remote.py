@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from verl_rc.cluster.watchdog import WATCHDOG, ProcessIdentity, end_process, register_stack_dump
+from verl_rc.cluster.watchdog import WATCHDOG, ProcessIdentity, end_process, identity_of, register_stack_dump
 from verl_rc.data.batches import Timed
 from verl_rc.metrics.trace import TRACE
 
@@ -154,6 +154,11 @@ class RemoteProcess:
     def gpu_bytes(self) -> "Pending":
         """Memory of the process's first GPU."""
         return Pending(self, "measure its GPU", self._actor.gpu_bytes.remote())
+
+    def node_is_gone(self) -> bool:
+        """Whether the process's node has left the cluster."""
+        identity = identity_of(self)
+        return identity is not None and not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == identity.node_id)
 
     def kill(self) -> None:
         """Kill the process, also a stopped or dead one."""
