@@ -12,7 +12,7 @@ from verl_rc.config.algorithm import REWARD_METRICS
 from verl_rc.config.algorithms import ADVANTAGE_ESTIMATORS, LOSS_MODES, LOSS_OPTIONS, POLICY_LOSSES
 from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
-from verl_rc.config.models import ReferenceConfig, torch_name
+from verl_rc.config.models import FsdpConfig, ReferenceConfig, torch_name
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, MultiTurnConfig, RolloutConfig
 from verl_rc.config.run import RunConfig
 
@@ -370,6 +370,16 @@ def quantization_problem(rollout: RolloutConfig, device: str) -> str | None:
     return f"actor_rollout_ref.rollout.quantization={rollout.quantization} cannot be used on a CPU: {reason}."
 
 
+def _fsdp_sections(config: RunConfig) -> dict[str, FsdpConfig]:
+    """Sharding and precision of every role of the run that has a model of its own, by its section."""
+    used: dict[str, FsdpConfig] = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
+    if config.needs_critic:
+        used["critic"] = config.critic.fsdp_config
+    if config.has_reference_model:
+        used["actor_rollout_ref.ref"] = config.actor_rollout_ref.ref.fsdp_config
+    return used
+
+
 _LONGEST_FLOAT32_ROW = 2048
 
 
@@ -378,13 +388,12 @@ def attention_problem(config: RunConfig, device: str) -> str | None:
 
     No fused kernel takes float32 with grouped queries: all scores are kept, 7.5 GiB for 8,192 tokens and 28 heads.
     """
-    sections = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
-    sections |= {"critic": config.critic.fsdp_config} if config.needs_critic else {}
-    precise = [f"{role}.fsdp_config.dtype" for role, fsdp in sections.items() if torch_name(fsdp.dtype) == "float32"]
+    used = _fsdp_sections(config)
+    precise = [f"{section}.fsdp_config.dtype" for section, fsdp in used.items() if torch_name(fsdp.dtype) == "float32"]
     if device != "cuda" or not precise or config.longest_sequence <= _LONGEST_FLOAT32_ROW:
         return None
     return (
-        f"on a GPU an update in float32 takes sequences of at most {_LONGEST_FLOAT32_ROW:,} tokens, because all attention scores "
+        f"on a GPU attention in float32 takes sequences of at most {_LONGEST_FLOAT32_ROW:,} tokens, because all attention scores "
         f"of one are kept; data.max_prompt_length + data.max_response_length is {config.longest_sequence:,}. Pass "
         f"{' and '.join(f'{key}=bfloat16' for key in precise)}, or lower the lengths."
     )
@@ -417,10 +426,7 @@ def _resuming(config: RunConfig) -> Iterator[str]:
 
 def _shard_groups(config: RunConfig) -> Iterator[str]:
     """Groups of ranks that share a copy of the weights have one size."""
-    used = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.fsdp_config}
-    used |= {"critic": config.critic.fsdp_config} if config.needs_critic else {}
-    used |= {"actor_rollout_ref.ref": config.actor_rollout_ref.ref.fsdp_config} if config.has_reference_model else {}
-    for section, fsdp in used.items():
+    for section, fsdp in _fsdp_sections(config).items():
         size, ranks = fsdp.fsdp_size, config.num_ranks
         if size == 0 or (size < ranks and ranks % size):
             fits = max(count for count in range(1, max(1, size) + 1) if ranks % count == 0)
