@@ -39,6 +39,14 @@ class Node:
         command = ["unshare", *_OWN, "--fork", "--kill-child", "--mount-proc", "bash", "-c", script]
         self._process = _started(network.inside(command))
         self._init = _child_of(self._process.pid)
+        try:
+            self._connect()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _connect(self) -> None:
+        network, number = self._network, self.number
         network.run("ip", "link", "add", f"port{number}", "type", "veth", "peer", "name", INTERFACE, "netns", str(self._init))
         network.run("ip", "link", "set", f"port{number}", "master", "switch", "up")
         self.run(["ip", "addr", "add", f"{self.address}/24", "dev", INTERFACE])

@@ -12,7 +12,7 @@ import torch
 from compared_runs import saved_tensors
 from namespaces import Network, Node, network_of
 from real_runs import left_over_processes, marked_environment, metrics_of, of_folder, train
-from small_runs import ROOT, SHARE_OF_DIGITS, run_overrides
+from small_runs import SHARE_OF_DIGITS, run_overrides
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -64,9 +64,7 @@ def start_ray(node: Node, *arguments: str) -> None:
 def driver(node: Node, options: list[str], folder: Path) -> "subprocess.Popen[str]":
     """A run on the cluster, started on a node."""
     command = [sys.executable, "-m", "verl_rc.main_ppo", *options, *ON_TWO_NODES, *of_folder(folder)]
-    return node.start(
-        on_core(0, *command), marked_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return node.start(on_core(0, *command), marked_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def assert_equal(folder: Path, expected: Path) -> None:
