@@ -32,6 +32,12 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         ["bypass", "Critic", "π_ref", "Generation ahead of training"],
     ),
     (
+        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2, f"{ACTOR}.fsdp_config.fsdp_size": 2},
+        ["actor: 2 copies of weights and moments, each shared by 2 rank(s)"],
+        [],
+    ),
+    ({"trainer.n_gpus_per_node": 2, f"{ACTOR}.fsdp_config.fsdp_size": 8}, [], ["copies of weights"]),
+    (
         {**AHEAD, **TOKEN_WEIGHTS},
         [
             "is 0 to 2 step(s) old when it is trained on",

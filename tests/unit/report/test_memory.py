@@ -81,6 +81,15 @@ def test_ranks_share_and_gather() -> None:
     assert (actor.gradients, actor.optimizer) == (4_000_000_000, 4_000_000_000)  # gradients are whole between micro-batches
 
 
+def test_a_group_of_ranks_holds_a_whole_copy() -> None:
+    given: Given = {**FULL, "trainer.n_gpus_per_node": 2, "trainer.nnodes": 2, f"{ACTOR}.fsdp_config.fsdp_size": 2}
+    actor = roles_of(given)["actor"]
+    assert actor.processes == 4
+    assert (actor.weights, actor.optimizer) == (2_000_000_000, 4_000_000_000)  # as on the two ranks of one node
+    sharded = roles_of({**given, f"{ACTOR}.fsdp_config.fsdp_size": 4})["actor"]
+    assert (sharded.weights, sharded.optimizer) == (1_000_000_000, 2_000_000_000)
+
+
 def test_activations_grow_with_the_tokens_of_a_micro_batch() -> None:
     base: Given = {**FULL, f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1}
     small, large = (roles_of({**base, f"{ACTOR}.ppo_max_token_len_per_gpu": tokens})["actor"].activations for tokens in (26, 52))
