@@ -39,6 +39,9 @@ OVERRIDES = [
 CASES = {
     "shared devices": [],
     "own devices": ["actor_rollout_ref.hybrid_engine=False"],
+    "engines beside the ranks' node": [
+        *("actor_rollout_ref.hybrid_engine=False", "trainer.nnodes=1", "trainer.n_gpus_per_node=2"),
+    ],
     "three nodes": ["trainer.nnodes=3", "data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3"],
 }
 

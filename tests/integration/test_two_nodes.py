@@ -48,5 +48,11 @@ def test_engines_with_devices_of_their_own_fill_both_nodes(report):
     assert {len(parts) for parts in by_node.values()} == {2}
 
 
+def test_engines_may_get_another_node_than_that_of_all_ranks(report):
+    case = report["engines beside the ranks' node"]
+    assert sorted(parts_by_node(case).values()) == [["engine 0", "engine 1"], ["rank 0", "rank 1"]]
+    assert not case["one_node"]
+
+
 def test_more_nodes_than_there_are_is_a_configuration_error(report):
     assert "trainer.nnodes=3 nodes are needed, the cluster has 2" in report["three nodes"]["refused"]

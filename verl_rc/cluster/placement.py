@@ -1,10 +1,11 @@
 """Placement: the processes of a run, the cluster's resources, the placement groups, and threads per process."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_rc.cluster.remote import RemoteError
@@ -44,6 +45,7 @@ class Placement:
     """Threads of one trainer rank; all ranks compute at the same time while engines wait."""
     engine_threads: int
     one_node: bool
+    """Whether all ranks and engines are on the same node, and connect over its loopback interface."""
     shares_devices: bool
     """Whether engines share the trainer's devices."""
     rank_places: tuple[Place, ...]
@@ -80,7 +82,7 @@ def plan_placement(config: RunConfig) -> Placement:
         num_engines=config.num_engines,
         trainer_threads=trainer_threads,
         engine_threads=engine_threads,
-        one_node=trainer.nnodes == 1 and rollout.nnodes == 1,
+        one_node=_are_on_one_node([*rank_places, *engine_places]),
         shares_devices=config.actor_rollout_ref.hybrid_engine,
         rank_places=tuple(rank_places),
         engine_places=tuple(engine_places),
@@ -165,6 +167,12 @@ def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], 
         groups += own
     _wait_until_free(groups, config.trainer.ready_timeout_seconds)
     return rank_places, engine_places
+
+
+def _are_on_one_node(places: Sequence[Place]) -> bool:
+    """Engines of their own may have got another node than the ranks, also where one node was asked for."""
+    groups = {place.group.id: place.group for place in places}.values()
+    return len({node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}) <= 1
 
 
 def _group(bundle: dict[str, float], count: int) -> PlacementGroup:
