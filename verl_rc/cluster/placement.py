@@ -117,17 +117,32 @@ def _check_nodes(config: RunConfig, device: str) -> None:
         )
     judge = config.reward.reward_model
     of_judge = judge.n_gpus_per_node if judge.enable else 0
-    needed, found = config.num_devices + of_judge, int(sum(node.get("GPU", 0) for node in nodes))
+    gpus = [int(node.get("GPU", 0)) for node in nodes]
+    needed, found = config.num_devices + of_judge, sum(gpus)
     per_node = max(config.trainer.n_gpus_per_node, rollout.n_gpus_per_node if own_pool else 0)
-    fitting = sum(node.get("GPU", 0) >= per_node for node in nodes)
+    fitting = sum(of_node >= per_node for of_node in gpus)
     if needed > found or fitting < config.trainer.nnodes:
         engines = f" and {config.num_devices - config.num_ranks} for engines" if own_pool else ""
         engines += f" and {of_judge} for the reward model" if of_judge else ""
         raise ConfigError(
             f"trainer.nnodes x trainer.n_gpus_per_node = {config.num_ranks} GPUs are needed{engines}, {per_node} on a node; the "
-            f"cluster has {found} on {len(nodes)} nodes. Lower trainer.n_gpus_per_node, or pass trainer.device=cpu to train on "
-            "the CPU."
+            f"cluster has {found} on {len(nodes)} nodes{_largest_share(gpus, config.trainer.nnodes)}. Lower "
+            "trainer.n_gpus_per_node, or pass trainer.device=cpu to train on the CPU."
         )
+    size, devices = rollout.tensor_model_parallel_size, config.num_engine_devices
+    room = {count: sum(of_node // count for of_node in gpus) for count in range(1, size + 1) if devices % count == 0}
+    if config.num_engines > room[size]:
+        fits = max(count for count, engines in room.items() if engines >= devices // count)
+        raise ConfigError(
+            f"an engine lies on one node: actor_rollout_ref.rollout.tensor_model_parallel_size={size} makes {config.num_engines} "
+            f"engines, of which the cluster's nodes hold {room[size]}. Pass {fits}."
+        )
+
+
+def _largest_share(gpus: Sequence[int], nodes: int) -> str:
+    """How many GPUs each of so many nodes has, for a message; nothing where that many have none."""
+    share = sorted(gpus, reverse=True)[nodes - 1]
+    return f", {share} on each of the {nodes} largest" if share else ""
 
 
 def _check_cores(config: RunConfig) -> None:

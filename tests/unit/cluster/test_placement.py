@@ -12,6 +12,9 @@ from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.remote import RemoteError
 from verl_rc.config.errors import ConfigError
 
+ROLLOUT = "actor_rollout_ref.rollout"
+SIZES = ("data.train_batch_size=12", "actor_rollout_ref.actor.ppo_mini_batch_size=12")
+
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -28,6 +31,27 @@ def test_too_few_gpus(cluster: dict[str, float], tmp_path: Path) -> None:
     cluster["GPU"] = 1.0
     config = small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=2")
     with pytest.raises(ConfigError, match=r"2 GPUs are needed.* the cluster has 1 on 1 nodes"):
+        plan_placement(config)
+
+
+def test_more_ranks_than_a_node_has_gpus(cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6: with the number that fits."""
+    cluster["GPU"] = 14.0
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": gpus}} for gpus in (4.0, 6.0, 4.0)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    config = small_run_config(tmp_path, "trainer.device=cuda", "trainer.n_gpus_per_node=6", "trainer.nnodes=2", *SIZES)
+    with pytest.raises(ConfigError, match=r"6 on a node; the cluster has 14 on 3 nodes, 4 on each of the 2 largest"):
+        plan_placement(config)
+
+
+def test_engines_that_no_node_has_room_for(cluster: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6: three engines of four GPUs do not fit on two nodes of six beside each other."""
+    cluster["GPU"] = 13.0
+    nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": gpus}} for gpus in (6.0, 6.0, 1.0)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    own = ("actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=6")
+    config = small_run_config(tmp_path, "trainer.device=cuda", *own, f"{ROLLOUT}.tensor_model_parallel_size=4")
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=4 makes 3 engines, .* nodes hold 2\. Pass 3\."):
         plan_placement(config)
 
 
