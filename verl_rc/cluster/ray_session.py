@@ -1,6 +1,7 @@
 """Ray on this machine or a cluster. Imports no heavy module: it runs while torch loads."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ from ray._private import ray_constants
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.config.run import RayInitConfig
 from verl_rc.workers.environment import SLEEP_WHILE_WAITING
-from verl_rc.workers.host import usable_cores
+from verl_rc.workers.host import available_memory, usable_cores
 
 _PACKAGE_ROOT = Path(__file__).absolute().parents[2]
 
@@ -48,7 +49,7 @@ def python_path() -> str:
     return os.pathsep.join(part for part in (str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")) if part)
 
 
-_OBJECT_STORE_BYTES = 512 << 20
+_LEAST_OBJECT_STORE = 512 << 20
 _ATTEMPTS = 3
 """Attempts to start Ray. On a busy machine its raylet ends when its agents, which are Python programs, need more than 15 s to
 write their ports; the limit is fixed (Ray 2.60, ray-project/ray#65983). A retry finds their modules in the page cache."""
@@ -86,10 +87,19 @@ def start_ray(config: RayInitConfig, processes: int) -> None:
     # many CPUs as processes, and the path by inheritance.
     os.environ["PYTHONPATH"] = python_path()
     options.setdefault("num_cpus", processes)
-    options.setdefault("object_store_memory", _OBJECT_STORE_BYTES)
+    options.setdefault("object_store_memory", _object_store_bytes())
     if runtime_env:
         options["runtime_env"] = runtime_env
     _start_here({"include_dashboard": False, "log_to_driver": False, **options})
+
+
+def _object_store_bytes() -> int:
+    """The batches of a step may take gigabytes, and Ray writes to disk what does not fit; memory is taken only as it is used."""
+    try:
+        shared = shutil.disk_usage("/dev/shm").free
+    except OSError:  # macOS has none
+        return _LEAST_OBJECT_STORE
+    return max(_LEAST_OBJECT_STORE, min(available_memory() // 10, shared // 2))
 
 
 def _connect(options: Mapping[str, Any]) -> None:

@@ -141,7 +141,7 @@ class RayInitConfig(StrictModel):
     num_gpus: int | None = Field(None, ge=0)
     """GPUs of a local Ray; null: those that it finds."""
     object_store_memory: int | None = Field(None, ge=80_000_000)
-    """Shared memory of a local Ray, bytes; null: 512 MiB."""
+    """Shared memory of a local Ray, bytes; null: a tenth of the memory, at most half of /dev/shm, at least 512 MiB."""
     loopback_only: bool = True
     """A local Ray listens on 127.0.0.1 only; False: on every interface, and anyone who can reach it can run code as you."""
     runtime_env: dict[str, Any] | None = None

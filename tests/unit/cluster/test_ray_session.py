@@ -1,10 +1,12 @@
 """What a new Ray session begins with, and what happens when it does not come up. ``ray.init`` is replaced."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from verl_rc.cluster import ray_session
 from verl_rc.cluster.ray_session import RayStartError, start_ray
 from verl_rc.cluster.watchdog import WATCHDOG, WatchedProcess
 from verl_rc.config.run import RayInitConfig
@@ -78,3 +80,19 @@ def test_a_cluster_that_does_not_answer(init_answers: Callable[..., list[dict[st
     with pytest.raises(RayStartError, match=r"must answer at ray_kwargs.ray_init.address=there:6379.*no such host"):
         start_ray(RayInitConfig(address="there:6379"), processes=1)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "shared", "expected"),
+    [(1000, 500, 100), (1000, 64, 32), (24, 12, 2.4), (4, 2, 0.5), (1000, 0.0625, 0.5)],
+    ids=["a tenth of the memory", "half of the shared memory", "a small machine", "at least", "a container"],
+)
+def test_the_object_store_is_a_share_of_the_memory(
+    memory: float, shared: float, expected: float, init_answers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F4: in GiB; batches of long responses were written to disk."""
+    monkeypatch.setattr(ray_session, "available_memory", lambda: int(memory * (1 << 30)))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=int(shared * (1 << 30))))
+    calls = init_answers(None)
+    start_ray(RayInitConfig(), processes=1)
+    assert calls[0]["object_store_memory"] == pytest.approx(expected * (1 << 30))
