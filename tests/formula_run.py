@@ -262,7 +262,7 @@ def live(
         manifest=SimpleNamespace(num_bytes=1, tensors=()),
         gap_limit=GapLimit(plausible=0.15),
         stop=StopRequest(),
-        tracker=Tracker([JsonlSink(folder, state.step)], state.tracker_run_id),
+        tracker=Tracker([JsonlSink(folder, state.step)]),
         total_steps=steps,
         max_model_len=16,
         block_size=4,

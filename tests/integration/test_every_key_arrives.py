@@ -45,6 +45,8 @@ SHOWN_ELSEWHERE = {
     "tests/unit/driver/test_scoring.py": "reward.on_failure reward.failure_score",
     "tests/unit/driver/test_guards.py": "trainer.alerts.mismatch trainer.alerts.reward_collapse trainer.alerts.cause "
     "trainer.alerts.gap",
+    # W&B, which the run does without
+    "tests/unit/driver/test_report_at_end.py": "trainer.wandb_text",
     # only a GPU has memory to spare
     "tests/integration/test_on_gpu.py": "actor_rollout_ref.actor.fsdp_config.param_offload "
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.ref.fsdp_config.param_offload "

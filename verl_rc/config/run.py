@@ -121,6 +121,8 @@ class TrainerConfig(StrictModel):
     """Records of single tokens."""
     report: Literal["at_end", "never"] = "at_end"
     """Whether a run writes ``report.html`` into its folder when it ends or fails; ``verl-rc report`` writes it later."""
+    wandb_text: bool = False
+    """Whether the report's page in W&B has prompts, responses and the text of tokens; that in the run's folder has them."""
     hang_timeout_seconds: float = Field(1800.0, gt=0)
     """Time limit for any other answer of a process. After it, the stacks of the processes without an answer are written to the
     run's folder, all processes are killed and the run ends."""

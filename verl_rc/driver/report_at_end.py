@@ -1,31 +1,52 @@
-"""The page that a run leaves behind when it ends or fails. Another process writes it, so that it can fail no run."""
+"""The page that a run leaves behind when it ends or fails. Another process writes it, so that it can fail no run.
+
+W&B gets it too, with the verdict: its run stays open until then.
+"""
 
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.run import RunConfig
 from verl_rc.driver.announce import say
+from verl_rc.metrics.sinks import ExperimentSink, FinalReport, Tracker
+from verl_rc.report.page import REPORT
 from verl_rc.report.run_folder import ENDING
 
 _SECONDS = 60.0
-"""Time that the page may take; a scheduler that ends a run waits about so long."""
+"""Time that a page may take; a scheduler that ends a run waits about so long."""
 _REASONS = {0: "all done", 130: "Ctrl-C", 143: "SIGTERM"}
 
 
+@dataclass
+class EndOfRun:
+    """What the end of a run needs of the run."""
+
+    experiment: ExperimentSink | None = None
+    """The run in W&B, where the report is published."""
+
+    def close(self, tracker: Tracker) -> None:
+        """Close the tracker's files, which the report reads; the experiment is finished once it has the report."""
+        self.experiment = tracker.experiment
+        tracker.close_files()
+
+
 @contextmanager
-def report_at_end(config: RunConfig) -> Iterator[None]:
+def report_at_end(config: RunConfig) -> Iterator[EndOfRun]:
     """Note how the run ended, and write ``report.html`` into its folder. To be entered first, so that all files are closed."""
     folder = Path(str(config.trainer.default_local_dir))
     with suppress(OSError):
         (folder / ENDING).unlink(missing_ok=True)  # of an earlier life
-    status, reason = 1, ""
+    status, reason, end = 1, "", EndOfRun()
     try:
-        yield
+        yield end
         status, reason = 0, _REASONS[0]
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
@@ -39,26 +60,61 @@ def report_at_end(config: RunConfig) -> Iterator[None]:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise
     finally:
+        verdict = None
         if config.trainer.report == "at_end" and folder.is_dir():
-            _write(folder, status, reason)
+            verdict = _write(folder, status, reason)
+        if end.experiment is not None:
+            _publish(end.experiment, folder, verdict, config.trainer.wandb_text, status)
 
 
-def _write(folder: Path, status: int, reason: str) -> None:
-    """One line that says where the page is and what it says first, or why there is none."""
-    command = [sys.executable, "-m", "verl_rc.cli", "report", str(folder)]
+def _write(folder: Path, status: int, reason: str) -> dict[str, Any] | None:
+    """The verdict; lines say where the page is and what it says first, or why there is none (None)."""
     try:
         (folder / ENDING).write_text(json.dumps({"status": status, "reason": reason}) + "\n", encoding="utf-8")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        written = _run_report(folder)
     except subprocess.TimeoutExpired:
         say("report: not written within %.0f s; verl-rc report %s writes it", _SECONDS, folder)
-    except OSError as error:
+    except (OSError, _NotWrittenError) as error:
         say("report: not written (%s)", error)
     except KeyboardInterrupt:
         say("report: not written; verl-rc report %s writes it", folder)
     else:
-        lines = (done.stdout if done.returncode == 0 else done.stderr).splitlines()
-        if done.returncode == 0:
-            for line in lines:
-                say("%s", line)
-        else:
-            say("report: not written (%s)", lines[-1] if lines else f"exit code {done.returncode}")
+        verdict: dict[str, Any] = written["runs"][0]["verdict"]
+        for line in [*verdict["lines"], f"report: {written['report']}"]:
+            say("%s", line)
+        return verdict
+    return None
+
+
+class _NotWrittenError(RuntimeError):
+    """The process that writes a page failed; the message is its last line."""
+
+
+def _run_report(folder: Path, *options: str) -> dict[str, Any]:
+    """What ``verl-rc report --json`` says of the page that it wrote."""
+    command = [sys.executable, "-m", "verl_rc.cli", "report", str(folder), "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.splitlines()
+        raise _NotWrittenError(lines[-1] if lines else f"exit code {done.returncode}")
+    written: dict[str, Any] = json.loads(done.stdout)
+    return written
+
+
+def _publish(experiment: ExperimentSink, folder: Path, verdict: dict[str, Any] | None, with_text: bool, status: int) -> None:
+    """Hand verdict and page over, if there are any, and finish the experiment. Prompts and responses go where it is asked for."""
+    try:
+        if verdict is not None:
+            page = (folder / REPORT).read_text(encoding="utf-8") if with_text else _page_without_text(folder)
+            experiment.publish(FinalReport("\n".join(verdict["lines"]), verdict["code"], page))
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:  # a page or a network that fails must not fail the run
+        say("report: not handed to W&B (%s: %s)", type(error).__name__, " ".join(str(error).split())[:200])
+    finally:
+        experiment.finish(status)
+
+
+def _page_without_text(folder: Path) -> str:
+    with TemporaryDirectory() as place:
+        page = Path(place) / REPORT
+        _run_report(folder, "--no-text", "--output", str(page))
+        return page.read_text(encoding="utf-8")

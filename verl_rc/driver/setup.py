@@ -1,6 +1,6 @@
 """From a configuration to a run that is ready: processes start and import first, then ranks load, then engines."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,7 +37,7 @@ from verl_rc.driver.announce import announced, say
 from verl_rc.driver.scoring import open_scorer
 from verl_rc.driver.services import Services, StopRequest
 from verl_rc.losses import resolve_policy_loss
-from verl_rc.metrics.sinks import PreviousRun, open_tracker
+from verl_rc.metrics.sinks import PreviousRun, Tracker, open_tracker
 from verl_rc.metrics.trace import TRACE, TRACE_FILE
 from verl_rc.ppo.choices import policy_loss_name
 from verl_rc.report.explain import add_to_plan, plan_text, write_plan
@@ -59,7 +59,9 @@ def _watched(config: RunConfig, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[Services, RunState]]:
+def open_run(
+    config: RunConfig, ray_started: "Future[None]", close_tracker: Callable[[Tracker], None] = Tracker.close
+) -> Iterator[tuple[Services, RunState]]:
     """Set a run up, or go on with one, and take it down again, also after an error."""
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # PyTorch knows no CPU limits of containers
     folder = Path(str(config.trainer.default_local_dir))
@@ -115,7 +117,7 @@ def open_run(config: RunConfig, ray_started: "Future[None]") -> Iterator[tuple[S
             total_steps,
             None if resumed is None else PreviousRun(state.step, state.tracker_run_id),
         )
-        stack.callback(tracker.close)
+        stack.callback(close_tracker, tracker)
         state.tracker_run_id = tracker.run_id
         services = Services(
             config=config,

@@ -23,8 +23,8 @@ from verl_rc.report.picture import picture_line
 def main(config: RunConfig, ray_started: "Future[None]") -> None:
     """Set a run up, train, and leave nothing behind but its folder."""
     with (
-        report_at_end(config),
-        open_run(config, ray_started) as (services, state),
+        report_at_end(config) as end,
+        open_run(config, ray_started, end.close) as (services, state),
         services.stop.listening(),
         checkpoints.full_disk_explained(services),
     ):

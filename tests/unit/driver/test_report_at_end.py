@@ -13,9 +13,14 @@ from verl_rc.driver import report_at_end as module
 from verl_rc.driver.report_at_end import report_at_end
 from verl_rc.report.run_folder import read_run
 
+VERDICT = {"headline": "", "lines": ["all is well"], "code": "good"}
+WRITTEN = SimpleNamespace(
+    returncode=0, stdout=json.dumps({"report": "report.html", "runs": [{"name": "run", "verdict": VERDICT}]}), stderr=""
+)
 
-def config_of(folder, report: str = "at_end"):
-    return SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(folder), report=report))
+
+def config_of(folder, report: str = "at_end", wandb_text: bool = False):
+    return SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(folder), report=report, wandb_text=wandb_text))
 
 
 class PlannedError(RuntimeError):
@@ -53,7 +58,7 @@ def said(caplog):
 
 @pytest.mark.parametrize(("error", "status", "reason"), ENDINGS)
 def test_how_it_ended_is_kept_and_goes_on(tmp_path, monkeypatch, error, status, reason):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="", stderr=""))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: WRITTEN)
     folder = write_run(tmp_path / "run", healthy(steps=3))
     assert end(folder, error) is error
     ending = read_run(folder).ending
@@ -125,16 +130,89 @@ def test_a_folder_that_cannot_be_written_to_changes_nothing(tmp_path, said):
 
 def test_a_page_may_take_a_minute(tmp_path, monkeypatch):
     limits = []
-    done = SimpleNamespace(returncode=0, stdout="", stderr="")
-    monkeypatch.setattr(subprocess, "run", lambda *_, timeout, **__: limits.append(timeout) or done)
+    monkeypatch.setattr(subprocess, "run", lambda *_, timeout, **__: limits.append(timeout) or WRITTEN)
     end(write_run(tmp_path / "run", healthy(steps=3)), None)
     assert limits == [60.0]
     assert module.ENDING == "ending.json"
 
 
 def test_an_earlier_life_is_forgotten_when_a_run_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="", stderr=""))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: WRITTEN)
     folder = write_run(tmp_path / "run", healthy(steps=3))
     (folder / "ending.json").write_text(json.dumps({"status": 143, "reason": "SIGTERM"}))
     with report_at_end(config_of(folder)):
         assert read_run(folder).ending is None
+
+
+class KeptExperiment:
+    """An experiment that notes what it is told."""
+
+    run_id = "abc"
+
+    def __init__(self, fails: bool = False) -> None:
+        self.calls, self.fails = [], fails
+
+    def publish(self, report) -> None:
+        self.calls.append(report)
+        if self.fails:
+            raise RuntimeError("no network")
+
+    def finish(self, exit_status: int) -> None:
+        self.calls.append(exit_status)
+
+
+def end_with(experiment, folder, error, **further) -> BaseException | None:
+    """What comes out of a run with an experiment and a last line of metrics that is written when its files are closed."""
+
+    class Tracker:
+        def close_files(self) -> None:
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            last = json.loads(lines[-1]) | {"step": len(lines)}
+            (folder / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(last)]) + "\n")
+
+    Tracker.experiment = experiment
+    try:
+        with report_at_end(config_of(folder, **further)) as ending:
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                ending.close(Tracker())
+    except BaseException as came:  # noqa: BLE001  (Ctrl-C and exits are what is tested)
+        return came
+    return None
+
+
+@pytest.mark.parametrize(("error", "status", "reason"), ENDINGS)
+def test_an_experiment_gets_verdict_and_page_of_all_steps_and_then_ends(tmp_path, error, status, reason):
+    folder, experiment = write_run(tmp_path / "run", healthy(steps=3)), KeptExperiment()
+    assert end_with(experiment, folder, error) is error
+    report, ended = experiment.calls
+    assert ended == status
+    assert f"ended after {len((folder / 'metrics.jsonl').read_text().splitlines()) - 1} of" in report.verdict
+    assert (reason in report.verdict) == (status != 0)
+    assert report.page.startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+def test_prompts_and_responses_are_in_the_experiments_page_only_where_that_is_asked_for(tmp_path, with_text):
+    folder, experiment = write_run(tmp_path / "run", healthy(steps=3)), KeptExperiment()
+    (folder / "tables").mkdir(exist_ok=True)
+    sample = {"step": 3, "input": "a private prompt", "output": "an answer", "ground_truth": "", "score": 1.0}
+    (folder / "tables" / "val-generations.jsonl").write_text(json.dumps(sample) + "\n")
+    end_with(experiment, folder, None, wandb_text=with_text)
+    assert "a private prompt" in (folder / "report.html").read_text()
+    assert ("a private prompt" in experiment.calls[0].page) == with_text
+
+
+def test_an_experiment_without_a_report_ends_too(tmp_path):
+    folder, experiment = write_run(tmp_path / "run", healthy(steps=3)), KeptExperiment()
+    end_with(experiment, folder, SystemExit(143), report="never")
+    assert experiment.calls == [143]
+
+
+def test_a_report_that_cannot_be_handed_over_changes_nothing(tmp_path, said):
+    folder, experiment = write_run(tmp_path / "run", healthy(steps=3)), KeptExperiment(fails=True)
+    assert end_with(experiment, folder, None) is None
+    assert experiment.calls[1:] == [0]
+    assert said()[-1] == "report: not handed to W&B (RuntimeError: no network)"

@@ -1,6 +1,26 @@
 """Metric sinks: console, JSON lines, W&B, TensorBoard. W&B and TensorBoard are imported only when they are opened."""
 
-from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, JsonlSink, MetricSink
+from verl_rc.metrics.sinks.local import (
+    AlertCause,
+    Cell,
+    ConsoleSink,
+    ExperimentSink,
+    FinalReport,
+    JsonlSink,
+    MetricSink,
+)
 from verl_rc.metrics.sinks.tracker import LOGGERS, PreviousRun, Tracker, open_tracker
 
-__all__ = ["LOGGERS", "AlertCause", "Cell", "ConsoleSink", "JsonlSink", "MetricSink", "PreviousRun", "Tracker", "open_tracker"]
+__all__ = [
+    "LOGGERS",
+    "AlertCause",
+    "Cell",
+    "ConsoleSink",
+    "ExperimentSink",
+    "FinalReport",
+    "JsonlSink",
+    "MetricSink",
+    "PreviousRun",
+    "Tracker",
+    "open_tracker",
+]

@@ -52,6 +52,34 @@ class MetricSink(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FinalReport:
+    """What a report says of a run that has ended."""
+
+    verdict: str
+    code: str
+    """The verdict for filters: its level and causes."""
+    page: str
+    """The page as HTML."""
+
+
+class ExperimentSink(MetricSink, Protocol):
+    """A sink that keeps a run of its own, which goes on until the report is written."""
+
+    @property
+    def run_id(self) -> str:
+        """The id of that run, stored in checkpoints."""
+        ...
+
+    def publish(self, report: FinalReport) -> None:
+        """Keep the report with the run; raises ``RuntimeError`` or ``OSError`` when that fails."""
+        ...
+
+    def finish(self, exit_status: int) -> None:
+        """End the run, as failed unless ``exit_status`` is 0; nothing may be logged or published afterwards."""
+        ...
+
+
 _WATCHED: tuple[tuple[str, str, str], ...] = (
     ("reward", "critic/score/mean", ".3f"),
     ("len", "response_length/mean", ".1f"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, JsonlSink, MetricSink
+from verl_rc.metrics.sinks.local import AlertCause, Cell, ConsoleSink, ExperimentSink, JsonlSink, MetricSink
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")
 """Names for ``trainer.logger``; ``file``, verl's name for JSON lines, works too."""
@@ -25,10 +25,12 @@ class PreviousRun:
 class Tracker:
     """Forwards every call to all sinks."""
 
-    def __init__(self, sinks: Sequence[MetricSink], run_id: str | None = None) -> None:
-        """``run_id``: the W&B run id, stored in checkpoints; None without W&B."""
-        self._sinks = tuple(sinks)
-        self.run_id = run_id
+    def __init__(self, sinks: Sequence[MetricSink], experiment: ExperimentSink | None = None) -> None:
+        """``experiment``: a further sink, which ``close_files`` keeps open for the report; None without one."""
+        self._sinks = (*sinks, *(() if experiment is None else (experiment,)))
+        self.experiment = experiment
+        self.run_id = None if experiment is None else experiment.run_id
+        """The W&B run id, stored in checkpoints; None without W&B."""
         self.last_alert: int | None = None
         """The step of the newest alert of this process."""
 
@@ -67,6 +69,11 @@ class Tracker:
             for sink in self._sinks:
                 stack.callback(sink.close)
 
+    def close_files(self) -> None:
+        """Close every sink but ``experiment``, which the caller must finish."""
+        self._sinks = tuple(sink for sink in self._sinks if sink is not self.experiment)
+        self.close()
+
 
 def open_tracker(
     loggers: Sequence[str],
@@ -92,7 +99,7 @@ def open_tracker(
 
     previous = previous or PreviousRun(steps_done=0, run_id=None)
 
-    def open_wandb() -> MetricSink:
+    def open_wandb() -> ExperimentSink:
         # Importing wandb takes seconds and writes to the home folder: only for those who asked for it.
         from verl_rc.metrics.sinks.wandb_sink import WandbSink  # noqa: PLC0415
 
@@ -102,10 +109,9 @@ def open_tracker(
         "console": lambda: ConsoleSink(total_steps),
         "jsonl": lambda: JsonlSink(run_dir, previous.steps_done),
         "tensorboard": lambda: _open_tensorboard(run_dir, previous.steps_done),
-        "wandb": open_wandb,
     }
-    sinks = {name: openers[name]() for name in names}
-    return Tracker(list(sinks.values()), run_id=getattr(sinks.get("wandb"), "run_id", None))
+    sinks = [openers[name]() for name in names if name in openers]
+    return Tracker(sinks, open_wandb() if "wandb" in names else None)
 
 
 def _open_tensorboard(run_dir: Path, steps_done: int) -> MetricSink:

@@ -8,7 +8,7 @@ from typing import Any
 import wandb
 
 from verl_rc.config.checks import why_unwritable
-from verl_rc.metrics.sinks.local import AlertCause, Cell
+from verl_rc.metrics.sinks.local import AlertCause, Cell, FinalReport
 
 _LONGEST = 64
 """Characters of a tag that W&B accepts."""
@@ -123,8 +123,24 @@ class WandbSink:
         """Send an alert by mail or Slack, according to the user's W&B settings; for an offline run, on upload."""
         self._run.alert(title=title, text=f"step {step}\n{text}", level=wandb.AlertLevel.WARN)
 
+    def publish(self, report: FinalReport) -> None:
+        """Put the verdict into the summary, as text and as a code to filter by, and the page under ``report``.
+
+        Raises ``RuntimeError`` when W&B does not take them.
+        """
+        try:
+            self._run.summary.update({"verdict": report.verdict, "verdict_code": report.code})
+            # The page brings its own policy, which would not load what W&B adds to a head.
+            self._run.log({"report": wandb.Html(report.page, inject=False, data_is_not_path=True)})
+        except wandb.errors.Error as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    def finish(self, exit_status: int) -> None:
+        """Finish the run; W&B shows it as failed unless ``exit_status`` is 0."""
+        self._run.finish(exit_code=exit_status)
+
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the run without saying how it ended."""
         self._run.finish()
 
     def _keep_best(self, name: str, value: float, step: int) -> None:

@@ -38,6 +38,12 @@ class Verdict:
         """The gravest level of any statement."""
         return min((statement.level for statement in self.statements), key=lambda level: _RANK[level], default="unknown")
 
+    @property
+    def code(self) -> str:
+        """The level, with the causes of a fault or notice: what a list of runs is filtered by."""
+        causes = [f"{one.topic}/{one.cause}" for one in self.statements if one.level == self.level]
+        return f"{self.level}: {', '.join(causes)}" if self.level in ("fault", "notice") else self.level
+
     def lines(self) -> list[str]:
         """Return at most eight lines for the console."""
         lines = [f"{self.headline} {self.progress}"]
@@ -53,6 +59,8 @@ class Verdict:
             "headline": self.headline,
             "progress": self.progress,
             "level": self.level,
+            "code": self.code,
+            "lines": self.lines(),
             "statements": [statement.as_json() for statement in self.statements],
             "do_first": list(self.do_first),
             "checked": list(self.checked),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -46,6 +47,21 @@ def test_all_sinks_are_closed_when_one_fails():
     with pytest.raises(OSError, match="disk full"):
         Tracker(sinks).close()
     assert [sink.calls for sink in sinks] == [[("close",)]] * 3
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_experiment_stays_open_when_the_files_are_closed(fails):
+    class Experiment(RecordingSink):
+        run_id = "abc"
+
+    sink, experiment = RecordingSink(fails), Experiment()
+    tracker = Tracker([sink], experiment)
+    tracker.log({"a": 1.0}, step=1)
+    with pytest.raises(OSError, match="disk full") if fails else nullcontext():
+        tracker.close_files()
+    assert (tracker.experiment, tracker.run_id) == (experiment, "abc")
+    assert experiment.calls == [("log", {"a": 1.0}, 1)]
+    assert sink.calls[-1] == ("close",)
 
 
 def test_histograms_need_one_edge_more_than_counts():

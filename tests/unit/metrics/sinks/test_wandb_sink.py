@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from planned_runs import config_of
 
-from verl_rc.metrics.sinks import PreviousRun, open_tracker
+from verl_rc.metrics.sinks import FinalReport, PreviousRun, open_tracker
 from verl_rc.metrics.sinks.wandb_sink import join_bins, run_tags, use_writable_folders
 
 wandb = pytest.importorskip("wandb")
@@ -96,6 +96,29 @@ def test_the_summary_keeps_the_best_validation_and_its_step(records):
     assert summary["best/digits/acc/mean@1"] == 0.6
     assert summary["best/digits/acc/mean@1/step"] == 2
     assert not [name for name in summary if name.startswith("best/") and "reward" in name]
+
+
+def test_the_report_and_the_end_are_written_after_all_other_files_are_closed(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    tracker = open_tracker(["wandb", "file"], "project", "experiment", tmp_path, CONFIG, total_steps=4)
+    tracker.log({"actor/lr": 0.5}, step=4)
+    tracker.close_files()
+    page = "<!doctype html><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\"><p>a page"
+    tracker.experiment.publish(FinalReport("all is\nwell", "good", page))
+    tracker.experiment.finish(143)
+    records = written(tmp_path, tracker.run_id)
+    assert records[-1].exit.exit_code == 143
+    updates = [item for summary in of_kind(records, "summary") for item in summary.update]
+    summary = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in updates}
+    assert (summary["verdict"], summary["verdict_code"]) == ("all is\nwell", "good")
+    (row,) = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in history.item}
+        for history in of_kind(records, "history")
+    ]
+    assert (row["_step"], row["actor/lr"]) == (4, 0.5)
+    (file,) = (tmp_path / "wandb").glob(f"offline-run-*/files/{row['report/path']}")
+    assert file.read_text() == page
 
 
 @pytest.mark.parametrize(
