@@ -31,6 +31,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-rc", description="The tools around a training run.")
     subcommands = parser.add_subparsers(title="subcommands", dest="subcommand", metavar="SUBCOMMAND")
     _add_explain(subcommands)
+    _add_diagnose(subcommands)
     _add_docs(subcommands)
     _add_doctor(subcommands)
     _add_export(subcommands)
@@ -51,6 +52,18 @@ def _add_explain(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
 def _add_doctor(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "check whether a run can start here; with --gpu [--only STAGE], measure what its GPUs do"
     _add_with_configuration(subcommands, "doctor", summary).set_defaults(run=_doctor)
+
+
+def _add_diagnose(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "name what makes engine and trainer of a run differ; --replay scores recorded tokens again to find out"
+    parser = subcommands.add_parser("diagnose", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run; replays need its token records")
+    given = "replays to make, such as R1,R3, or all; without names all (RUN/diagnosis.json keeps them, the report shows them)"
+    parser.add_argument("--replay", metavar="R0,R1", nargs="?", const="all", default="", help=given)
+    parser.add_argument("--rows", metavar="N", type=_positive, default=64, help="most rows of a record (default: 64)")
+    parser.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only steps A to B")
+    parser.add_argument("--json", action="store_true", help="print statements and measurements as JSON")
+    parser.set_defaults(run=_diagnose)
 
 
 def _add_docs(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -254,6 +267,25 @@ def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Findin
         raise SystemExit(USER_ERROR)
     yield from bring_up(config, _GPU_FILE, {name: STAGES[name] for name in only or STAGES})
     sys.stdout.write(f"All numbers are in {_GPU_FILE}.\n")
+
+
+def _diagnose(given: argparse.Namespace) -> int:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from verl_rc.driver.replay import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (torch, transformers)
+
+    names = list(REPLAYS) if given.replay == "all" else [name for name in given.replay.split(",") if name]
+    unknown = [name for name in names if name not in REPLAYS]
+    if unknown:
+        return _refuse("diagnose", ValueError(f"--replay must be of {', '.join(REPLAYS)}, got {', '.join(unknown)}"))
+    steps = {} if given.steps is None else {"first_step": given.steps[0], "last_step": given.steps[1]}
+    try:
+        found = diagnose(DiagnosisRequest(given.folder, names, given.rows, **steps))
+    except (ValueError, OSError) as error:
+        return _refuse("diagnose", error)
+    lines = [json.dumps(found.as_json(), indent=2)] if given.json else list(found.lines())
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
 
 
 def _docs(given: argparse.Namespace) -> int:

@@ -40,6 +40,10 @@ class SignatureBounds:
     """First steps of a run whose mean logit noise is its floor."""
     above_floor: float = 2.0
     """A gap up to so many times the first one is rounding."""
+    part_share: float = 0.15
+    """Share of the gap's variance from which on a part of it, found by replays, names a cause."""
+    reproduced: float = 1e-3
+    """Up to so many nats apart, log-probs of the trainer count as the same: other batches round otherwise."""
     far_above_floor: float = 4.0
     """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it, too."""
 

@@ -124,7 +124,8 @@ def _panels(
         if figures or name != "ledger":
             content = f'<div class="charts">{figures}</div>' if figures else "<p>Nothing was logged for this.</p>"
             panels.append((name, heading, content))
-    panels.append(("doctor", "Evidence", _each(runs, [doctor_panel(verdict) for verdict in verdicts])))
+    evidence = [doctor_panel(run, verdict) for run, verdict in zip(runs, verdicts, strict=True)]
+    panels.append(("doctor", "Evidence", _each(runs, evidence)))
     panels.append(("alerts", "Alerts", _each(runs, [alerts_panel(run) for run in runs])))
     shows_text = detail.samples > 0 and not several and bool(runs[0].samples)
     if not several:

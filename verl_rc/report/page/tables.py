@@ -13,6 +13,7 @@ from verl_rc.report.page.text import escaped, listed, number, shortened, table
 from verl_rc.report.run_folder import RunData, SavedSample
 from verl_rc.report.verdict import Statement, Verdict
 from verl_rc.report.verdict.estimates import last_part, mean_of
+from verl_rc.report.verdict.replays import Part, replayed_records
 
 PANEL_OF_TOPIC = {"learning": "learning", "gap": "correction", "correction": "correction", "speed": "time"}
 _MARKS = {"fault": "✗ wrong", "notice": "! look", "good": "✓ fine", "unknown": "? unknown"}
@@ -43,8 +44,8 @@ def _statement(statement: Statement) -> str:
     )
 
 
-def doctor_panel(verdict: Verdict) -> str:
-    """The statements with their numbers, and what the rules looked at."""
+def doctor_panel(run: RunData, verdict: Verdict) -> str:
+    """The statements with their numbers, replays if any were made, and what the rules looked at."""
     rows = [
         (
             escaped(statement.topic),
@@ -58,7 +59,33 @@ def doctor_panel(verdict: Verdict) -> str:
     ]
     evidence = table(("about", "cause", "how sure", "numbers", "where", "next test"), rows)
     looked = "<p>The rules for the gap looked at:</p>" + listed(verdict.checked)
-    return f"{evidence}{looked}<p>What metrics alone cannot show: {escaped(verdict.not_visible)}.</p>"
+    unseen = f"<p>What metrics alone cannot show: {escaped(verdict.not_visible)}.</p>"
+    return f"{evidence}{looked}{unseen}{_replays(run)}"
+
+
+def _replays(run: RunData) -> str:
+    """The parts of the gap of each record that was replayed, in nats, with their shares."""
+    records = replayed_records(run.replays)
+    if not records:
+        more = "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"
+        return more if run.is_own and run.tokens is not None else ""
+    names = ("trainer", "versions", "engine", "rest")
+    rows = [
+        (
+            str(record.step),
+            str(record.version),
+            number(record.gap),
+            *(_part(record.parts.get(name)) for name in names),
+            str(record.best_version) if len(record.versions) > 1 else "",
+        )
+        for record in records
+    ]
+    head = ("step", "weights said", "gap, nats", "trainer", "other weights", "engine", "rest", "nearest weights")
+    return f"<h3>Replays</h3><p>The gap as a sum of parts, nats, with shares of its variance.</p>{table(head, rows)}"
+
+
+def _part(part: Part | None) -> str:
+    return "" if part is None else f"{number(part.size)} ({part.share:.0%})"
 
 
 def alerts_panel(run: RunData) -> str:

@@ -1,7 +1,18 @@
 """Reading a run: its folder, or the log of another trainer, into ``RunData``."""
 
-from verl_rc.report.run_folder.folder import ENDING, NothingToReadError, read_run
+from verl_rc.report.run_folder.folder import DIAGNOSIS, ENDING, NothingToReadError, read_run
 from verl_rc.report.run_folder.lines import whole_lines
 from verl_rc.report.run_folder.records import Alert, HeatMap, RunData, SavedSample, Series
 
-__all__ = ["ENDING", "Alert", "HeatMap", "NothingToReadError", "RunData", "SavedSample", "Series", "read_run", "whole_lines"]
+__all__ = [
+    "DIAGNOSIS",
+    "ENDING",
+    "Alert",
+    "HeatMap",
+    "NothingToReadError",
+    "RunData",
+    "SavedSample",
+    "Series",
+    "read_run",
+    "whole_lines",
+]

@@ -1,5 +1,6 @@
 """A run's folder, whole or not, into ``RunData``: finished, running, killed and resumed runs."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from verl_rc.report.run_folder.tokens import read_tokens
 
 ENDING = "ending.json"
 """Written by a run when it ends: ``{"status": exit code, "reason": text}``."""
+DIAGNOSIS = "diagnosis.json"
+"""Written by ``verl-rc diagnose --replay``: its statements, and ``replayed``, what it measured of each record."""
 _METRICS, _CONFIG, _PLAN, _ALERTS = "metrics.jsonl", "resolved_config.yaml", "plan.txt", "alerts.jsonl"
 _REPLACED = ".replaced.jsonl"
 _TOTAL_STEPS = re.compile(r"^ *training steps: (\d+)", re.MULTILINE)
@@ -82,6 +85,7 @@ def _read_folder(folder: Path) -> RunData:
     run.heat_map = read_heat_map(read_records(folder / "histograms.jsonl", run.notes, max_complaints=1), run.notes)
     run.tokens = read_tokens(folder, run.notes)
     run.ending = _ending(folder / ENDING)
+    run.replays = _replays(folder / DIAGNOSIS, run.notes)
     if (folder / _METRICS.replace(".jsonl", _REPLACED)).is_file():
         run.notes.append("The run was resumed: lines of steps that it did again are in metrics.replaced.jsonl, not here.")
     return run
@@ -157,6 +161,20 @@ def _ending(path: Path) -> Ending | None:
     if record is None or not isinstance(record.get("status"), int):
         return None
     return Ending(record["status"], str(record.get("reason", "")))
+
+
+def _replays(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    text = _text(path, notes)
+    if text is None:
+        return []
+    try:
+        found = json.loads(text)["replayed"]
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise TypeError("its records are none")
+    except (ValueError, LookupError, TypeError) as error:
+        notes.append(f"{path.name} cannot be read and is left out: {' '.join(str(error).split())[:200]}.")
+        return []
+    return found
 
 
 def _cut(run: RunData, first: int, last: int) -> RunData:

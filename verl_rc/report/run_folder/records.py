@@ -151,6 +151,8 @@ class RunData:
     heat_map: HeatMap | None = None
     tokens: TokenData | None = None
     """Token records; None without any."""
+    replays: Sequence[Mapping[str, Any]] = ()
+    """Records that ``verl-rc diagnose --replay`` replayed, as it wrote them."""
     plan: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration by dotted key, secrets masked; empty where none is known."""

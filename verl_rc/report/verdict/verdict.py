@@ -6,6 +6,7 @@ from typing import Any
 
 from verl_rc.report.run_folder import RunData
 from verl_rc.report.verdict.correction import judge_correction
+from verl_rc.report.verdict.diagnosis import judge_with_replays
 from verl_rc.report.verdict.gap import checked, judge_gap, not_visible
 from verl_rc.report.verdict.learning import judge_learning
 from verl_rc.report.verdict.speed import judge_speed
@@ -73,7 +74,7 @@ def judge(run: RunData) -> Verdict:
     if not any(run.has(name) for name in _TRAINED):
         statements = tuple(judge_learning(run))[:1] if run.series else ()
     else:
-        statements = (*judge_learning(run), *judge_gap(run), *judge_correction(run), *judge_speed(run))
+        statements = (*judge_learning(run), *judge_with_replays(run, judge_gap(run)), *judge_correction(run), *judge_speed(run))
     do_first = tuple(_do_first(statements))
     return Verdict(_headline(statements), _progress(run), statements, do_first, checked(run), not_visible(run))
 

@@ -7,6 +7,7 @@ import math
 import re
 import struct
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from verl_rc.report.page.tables import alerts_panel, chosen_samples
 from verl_rc.report.page.text import escaped, number
 from verl_rc.report.run_folder import Alert, HeatMap, SavedSample, Series, read_run
 from verl_rc.report.verdict import judge
+from verl_rc.report.verdict.replays import Part, ReplayedRecord
 
 CHARTED = {name.replace("*", "1") for _, specs in PANELS.values() for spec in specs for name in spec.names}
 ASSETS = Path(page_package.__file__).parent / "assets"
@@ -318,3 +320,26 @@ def test_the_same_prompts_first_and_last():
 )
 def test_numbers_of_tables(value, text):
     assert number(value) == text
+
+
+def test_replays_stand_beside_the_evidence_and_in_the_verdict(tmp_path):
+    folder = write_run(tmp_path / "run", healthy())
+    record = ReplayedRecord(
+        9, 8, 700, 0.25, {"trainer": Part(0.25, 0.97), "rest": Part(0.01, 0.03)}, {0: 0.5, 8: 0.01}, {"noise": 0.0}, "no prompt"
+    )
+    (folder / "diagnosis.json").write_text(json.dumps({"replayed": [record.as_json()]}))
+    run = read_run(folder)
+    verdict = judge(run)
+    assert "gap/the trainer scores other inputs or with noise" in verdict.code
+    page = build_page([run], [verdict])
+    assert "0.25 (97%)" in page
+    assert "They come out with no prompt" in page
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"replayed": 3}', '{"replayed": [3]}', '{"replayed": [{"step": "x"}]}'])
+def test_a_damaged_diagnosis_names_no_cause(tmp_path, text):
+    folder = write_run(tmp_path / "run", healthy())
+    (folder / "diagnosis.json").write_text(text)
+    run = read_run(folder)
+    assert judge(run) == judge(replace(run, replays=()))
+    assert "<h3>Replays</h3>" not in build_page([run], [judge(run)])

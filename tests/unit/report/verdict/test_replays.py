@@ -1,0 +1,91 @@
+"""Replays into words: each bound from both sides, order of causes, and files that are damaged."""
+
+from dataclasses import replace
+
+import pytest
+
+from verl_rc.report.verdict.diagnosis import ranked
+from verl_rc.report.verdict.replays import (
+    OLDER_WEIGHTS,
+    OTHER_ENGINE,
+    OTHER_INPUTS,
+    Part,
+    ReplayedRecord,
+    judge_replays,
+    replayed_records,
+)
+from verl_rc.report.verdict.statement import say
+
+HEALTHY = ReplayedRecord(
+    step=5,
+    version=4,
+    tokens=700,
+    gap=0.03,
+    parts={"trainer": Part(0.0, 0.0), "versions": Part(0.0, 0.0), "engine": Part(0.03, 0.98), "rest": Part(0.004, 0.02)},
+    versions={0: 0.4, 4: 0.03},
+    numbers={"noise": 0.0, "trainer_twice": 0.0},
+)
+
+
+def causes(*records: ReplayedRecord) -> list[str]:
+    return [one.cause for one in judge_replays(records)]
+
+
+def with_part(name: str, size: float, share: float, step: int = 9) -> ReplayedRecord:
+    return replace(HEALTHY, step=step, parts={**HEALTHY.parts, name: Part(size, share)})
+
+
+def test_healthy_records_name_nothing() -> None:
+    assert causes(HEALTHY, replace(HEALTHY, step=9)) == []
+    assert causes() == []
+
+
+@pytest.mark.parametrize(("size", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)])
+def test_a_trainer_that_is_not_reproduced(size: float, share: float, names: bool) -> None:
+    assert causes(with_part("trainer", size, share)) == [OTHER_INPUTS] * names
+
+
+def test_rounding_of_the_trainers_own_precision_is_no_fault() -> None:
+    record = with_part("trainer", 0.02, 0.5)
+    assert causes(replace(record, numbers={"noise": 0.021})) == []
+    assert causes(replace(record, numbers={"noise": 0.019})) == [OTHER_INPUTS]
+
+
+@pytest.mark.parametrize(("said", "names"), [(0.041, True), (0.039, False)])
+def test_weights_are_older_where_others_explain_twice_as_much(said: float, names: bool) -> None:
+    assert causes(replace(HEALTHY, versions={0: 0.02, 4: said})) == [OLDER_WEIGHTS] * names
+
+
+def test_weights_that_came_later_are_never_named() -> None:
+    assert causes(replace(HEALTHY, version=0, versions={0: 0.4, 4: 0.01})) == []
+
+
+@pytest.mark.parametrize(("size", "share", "names"), [(0.0081, 0.16, True), (0.0079, 0.5, False), (0.05, 0.14, False)])
+def test_another_engine_is_one_that_was_nearer_at_the_start(size: float, share: float, names: bool) -> None:
+    assert causes(HEALTHY, with_part("rest", size, share)) == [OTHER_ENGINE] * names
+    assert causes(with_part("rest", size, share)) == []  # nothing to compare with
+
+
+def test_two_records_name_and_one_makes_likely() -> None:
+    one, two = with_part("trainer", 0.1, 0.9), with_part("trainer", 0.2, 0.9, step=13)
+    assert judge_replays([one])[0].confidence == "likely"
+    (named,) = judge_replays([one, two])
+    assert (named.confidence, named.steps, named.evidence["size"]) == ("named", (9, 13), 0.2)
+
+
+def statement(row: int, level: str) -> object:
+    return say("gap", f"row {row}", level, "", {}, row=row)
+
+
+def test_a_trainer_with_other_inputs_comes_before_signatures_and_those_before_the_rest() -> None:
+    replayed = judge_replays([with_part("trainer", 0.1, 0.9), replace(HEALTHY, versions={0: 0.01, 4: 0.3})])
+    said = [statement(8, "fault"), statement(11, "good")]
+    assert [one.cause for one in ranked(said, replayed)] == [OTHER_INPUTS, "row 8"]
+    assert [one.cause for one in ranked([statement(11, "good")], replayed)] == [OTHER_INPUTS, OLDER_WEIGHTS]
+    assert [one.cause for one in ranked([statement(20, "notice")], [])] == ["row 20"]
+
+
+def test_what_is_written_is_read_again_and_damage_is_left_out() -> None:
+    assert replayed_records([HEALTHY.as_json()]) == [HEALTHY]
+    damaged = HEALTHY.as_json() | {"parts": {"trainer": 3}}
+    assert replayed_records([damaged, {}, HEALTHY.as_json()]) == [HEALTHY]

@@ -1,0 +1,226 @@
+"""What makes the gap of a run: the verdict of its metrics, and of replays where they are asked for."""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_rc.config.load import load_run_config
+from verl_rc.config.run import RunConfig
+from verl_rc.data.tokenize import load_tokenizer
+from verl_rc.driver.replay.engine import engine_log_probs
+from verl_rc.driver.replay.rows import RecordedRows, chosen, read_rows
+from verl_rc.driver.replay.trainer import TrainerReplay, wrong_inputs
+from verl_rc.driver.replay.weights import KeptWeights
+from verl_rc.report.run_folder import DIAGNOSIS, read_run
+from verl_rc.report.run_folder.records import LARGEST_STEP
+from verl_rc.report.verdict import judge
+from verl_rc.report.verdict.diagnosis import ranked
+from verl_rc.report.verdict.replays import Part, ReplayedRecord, judge_replays
+from verl_rc.report.verdict.statement import Statement
+
+REPLAYS: Mapping[str, str] = {
+    "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
+    "R1": "each row alone, and with mistakes in the inputs: 3 forwards, one of them slow",
+    "R2": "the trainer's code in the engine's precision: 1 forward",
+    "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
+    "R4": "ids decoded and encoded again: no model",
+    "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
+}
+"""What is built of the replays in docs/see_why.md, and what each costs for a record."""
+_SAME = 1e-4
+"""Nats; below it log-probs count as reproduced by a mistake in the inputs."""
+
+
+@dataclass(frozen=True)
+class DiagnosisRequest:
+    """What ``verl-rc diagnose`` was asked for."""
+
+    folder: Path
+    replays: Sequence[str] = ()
+    """Names out of ``REPLAYS``."""
+    rows: int = 64
+    """Most rows of a record that are replayed."""
+    first_step: int = 0
+    last_step: int = LARGEST_STEP
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Causes of the gap, the first first, and what they rest on."""
+
+    statements: tuple[Statement, ...]
+    replayed: tuple[ReplayedRecord, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Time of each replay."""
+    notes: tuple[str, ...] = ()
+    """What was not replayed, and why."""
+
+    def lines(self) -> Iterator[str]:
+        """For the console."""
+        for statement in self.statements:
+            yield f"{statement.level}: {statement.cause}: {statement.text}"
+            if statement.next_test:
+                yield f"  next: {statement.next_test}"
+        for record in self.replayed:
+            parts = ", ".join(f"{name} {part.size:.4f} ({part.share:.0%})" for name, part in record.parts.items())
+            yield f"  step {record.step}, {record.tokens} tokens: gap {record.gap:.4f} nats; {parts or 'no part was replayed'}"
+        yield from (f"  {note}" for note in self.notes)
+        if self.seconds:
+            yield "  " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items())
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "statements": [statement.as_json() for statement in self.statements],
+            "replayed": [record.as_json() for record in self.replayed],
+            "seconds": dict(self.seconds),
+            "notes": list(self.notes),
+        }
+
+
+def diagnose(request: DiagnosisRequest) -> Diagnosis:
+    """Judge the gap of a run; with replays, also write them beside the run, where its report finds them.
+
+    Raises:
+        ValueError: the folder holds no run, or lacks what the replays need.
+    """
+    run = read_run(request.folder, request.first_step, request.last_step)
+    said = [statement for statement in judge(replace(run, replays=())).statements if statement.topic == "gap"]
+    if not request.replays:
+        notes = (f"{name} ({what})" for name, what in REPLAYS.items())
+        return Diagnosis(tuple(said), notes=("replays that --replay makes: " + "; ".join(notes),))
+    config = load_run_config([f"--config-dir={request.folder.absolute()}", "--config-name=resolved_config"])
+    with tempfile.TemporaryDirectory() as scratch:
+        session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
+        session.replay()
+    found = Diagnosis(
+        tuple(ranked(said, judge_replays(session.found))), tuple(session.found), session.seconds, tuple(session.notes)
+    )
+    (request.folder / DIAGNOSIS).write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+class _Session:
+    """The replays of one run."""
+
+    def __init__(self, request: DiagnosisRequest, config: RunConfig, kept: KeptWeights) -> None:
+        rows = read_rows(request.folder, request.rows, request.first_step, request.last_step)
+        self._config, self._kept, self._wanted = config, kept, set(request.replays)
+        self._rows = chosen(rows, kept.versions)
+        self._tokenizer = load_tokenizer(str(config.actor_rollout_ref.model.path), config.data.trust_remote_code)
+        self.found: list[ReplayedRecord] = []
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+        if not self._rows:
+            self.notes.append("no record has its weights on the disk: trainer.save_freq keeps them, the step after is recorded")
+
+    def replay(self) -> None:
+        """Replay every chosen record; the engine comes last, because it has a process of its own."""
+        measured = [self._by_trainer(rows) for rows in self._rows]
+        best = [record.best_version if "R3" in self._wanted else record.version for record, _ in measured]
+        prefilled = self._by_engine(best)
+        for rows, (record, scores), version, prefill in zip(self._rows, measured, best, prefilled, strict=True):
+            self.found.append(replace(record, parts=_parts(rows, scores, version, prefill)))
+
+    def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
+        """What the trainer's code measures; log-probs by version of the weights."""
+        scores: dict[int, Tensor] = {}
+        numbers, reproduced_by = {"noise": 0.0}, ""
+        own = self._model(rows.trainer_version)
+        with self._timed("R0"):
+            scores[rows.trainer_version] = clean = own.score(rows.tokens)
+            numbers["trainer_twice"] = rows.rms(own.score_as_trained(rows.tokens), own.score_as_trained(rows.tokens))
+        if "R1" in self._wanted:
+            with self._timed("R1"):
+                numbers["alone"] = rows.rms(own.score(rows.tokens, alone=True), clean)
+                reproduced_by = self._reproduced_by(own, rows, clean)
+        if self._config.actor_rollout_ref.actor.fsdp_config.dtype != "float32":  # other batches round otherwise there
+            numbers["noise"] = numbers.get("alone", 0.0)
+        if "R4" in self._wanted:
+            with self._timed("R4"):
+                numbers["retokenised"] = self._retokenised(rows)
+        with self._timed("R3"):
+            for version in self._kept.versions if "R3" in self._wanted else [rows.version]:
+                if version <= rows.version and version not in scores:
+                    scores[version] = self._model(version).score(rows.tokens)
+        if "R2" in self._wanted:
+            with self._timed("R2"):
+                numbers["precision"] = rows.rms(own.score_in_engine_precision(rows.tokens), clean)
+        gap = rows.rms(rows.train, rows.rollout) if rows.train is not None else 0.0
+        sizes = {version: rows.rms(values, rows.rollout) for version, values in scores.items() if version <= rows.version}
+        tokens = int(rows.counted.sum())
+        return ReplayedRecord(rows.step, rows.version, tokens, gap, {}, sizes, numbers, reproduced_by), scores
+
+    def _by_engine(self, versions: Sequence[int]) -> list[Tensor | None]:
+        if "R5" not in self._wanted or not self._rows:
+            return [None] * len(self._rows)
+        if self._config.actor_rollout_ref.rollout.temperature != 1.0:
+            self.notes.append("R5 was left out: an engine gives log-probs of prompts at temperature 1 alone")
+            return [None] * len(self._rows)
+        device = self._config.trainer.device
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        with self._timed("R5"):
+            given = [(rows, self._kept.folder(version)) for rows, version in zip(self._rows, versions, strict=True)]
+            return list(engine_log_probs(self._config, given, device))
+
+    def _reproduced_by(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> str:
+        if rows.train is None or rows.rms(rows.train, clean) <= _SAME:
+            return ""
+        padding = self._tokenizer.pad_token_id
+        for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, padding):
+            if rows.rms(rows.train, own.score(tokens)) < rows.rms(rows.train, clean) / 10:
+                return name
+        return ""
+
+    def _retokenised(self, rows: RecordedRows) -> float:
+        """Share of rows whose ids do not come back from their text."""
+        changed = 0
+        for row, length in enumerate(rows.tokens.response_lengths.tolist()):
+            ids = rows.tokens.responses[row, :length].tolist()
+            text = self._tokenizer.decode(ids, skip_special_tokens=False)
+            changed += self._tokenizer.encode(text, add_special_tokens=False) != ids
+        return changed / len(rows.tokens)
+
+    def _model(self, version: int) -> TrainerReplay:
+        return TrainerReplay(self._config, self._kept.folder(version))
+
+    def _timed(self, name: str) -> "_Stopwatch":
+        return _Stopwatch(self.seconds, name)
+
+
+class _Stopwatch:
+    """Adds the seconds inside it to those of a replay."""
+
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self._seconds, self._name, self._began = seconds, name, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.monotonic() - self._began
+
+
+def _parts(rows: RecordedRows, scores: Mapping[int, Tensor], held: int, prefill: Tensor | None) -> dict[str, Part]:
+    """The gap as a sum, from the trainer to the engine; a part that was not replayed is in its successor."""
+    chain = [("trainer", rows.train), ("versions", scores[rows.trainer_version]), ("engine", scores[held]), ("rest", prefill)]
+    known = [(name, values) for name, values in chain if values is not None]
+    gap = (known[0][1].double() - rows.rollout.double())[rows.counted]
+    parts = {}
+    for (name, values), (_, following) in zip(known, [*known[1:], ("", rows.rollout)], strict=True):
+        parts[name] = _part((values.double() - following.double())[rows.counted], gap)
+    return parts
+
+
+def _part(values: Tensor, gap: Tensor) -> Part:
+    variance = float(gap.var(unbiased=False)) if len(gap) else 0.0
+    covariance = float(((values - values.mean()) * (gap - gap.mean())).mean()) if len(gap) else 0.0
+    size = float(values.square().mean().sqrt()) if len(gap) else 0.0
+    return Part(size, covariance / variance if variance else 0.0)

@@ -1,0 +1,115 @@
+"""Recorded rows as a batch that models can score."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_rc.data.batches import TokenBatch
+from verl_rc.data.token_record import FOLDER, DamagedRecordError, TokenRecord, read_record, record_files
+
+
+class NothingToReplayError(ValueError):
+    """A run lacks what replays need; the message says which key records it."""
+
+
+@dataclass(frozen=True)
+class RecordedRows:
+    """Some rows of one record; ``B`` rows, ``R`` positions."""
+
+    step: int
+    version: int
+    """Weights that most tokens are said to come from."""
+    trainer_version: int
+    """Weights of the trainer before its update."""
+    tokens: TokenBatch
+    counted: Tensor
+    """bool ``[B, R]``: tokens of ``version`` that the policy sampled and whose log-probs are finite."""
+    rollout: Tensor
+    """float32 ``[B, R]``, nats: log-probs of the engine as recorded."""
+    train: Tensor | None
+    """float32 ``[B, R]``, nats: those of the trainer; None where the actor corrects."""
+
+    def rms(self, one: Tensor, other: Tensor) -> float:
+        """Root mean square of a difference over the counted tokens, nats."""
+        difference = (one.double() - other.double())[self.counted]
+        return float(difference.square().mean().sqrt()) if len(difference) else 0.0
+
+
+def read_rows(folder: Path, most_rows: int, first_step: int, last_step: int) -> list[RecordedRows]:
+    """Rows of every record that holds ids, steps ascending. Raises ``NothingToReplayError`` without any."""
+    found = []
+    for step, path in record_files(folder / FOLDER):
+        if first_step <= step <= last_step:
+            try:
+                record = read_record(path)
+            except DamagedRecordError:
+                continue
+            if record.prompts is not None and "response_ids" in record.tokens and len(record.lengths):
+                found.append(rows_of(record, most_rows))
+    if not found:
+        raise NothingToReplayError(
+            f"{folder} must have token records with ids of prompts and responses: trainer.token_records.enable=True and "
+            "trainer.token_records.contents=full write them."
+        )
+    return found
+
+
+def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
+    """The rows of a record that were drawn at random, then the others, at most so many."""
+    assert record.prompts is not None, "records without prompts are left out"
+    order = np.argsort(record.rows["chosen_by"] != "random", kind="stable")[:most_rows].tolist()
+    prompts = [record.prompts[row] for row in order]
+    width = int(record.lengths[order].max())
+    longest = max(len(prompt) for prompt in prompts)
+
+    def padded(name: str, kind: torch.dtype) -> Tensor:
+        values = torch.zeros(len(order), max(width, 1), dtype=kind)
+        for place, row in enumerate(order):
+            of_row = torch.from_numpy(record.tokens[name][record.of_row(row)].copy())
+            values[place, : len(of_row)] = of_row.to(kind)
+        return values
+
+    left = torch.zeros(len(order), longest, dtype=torch.int64)
+    for place, prompt in enumerate(prompts):
+        left[place, longest - len(prompt) :] = torch.from_numpy(prompt.astype("int64"))
+    rollout, mask = padded("rollout_log_prob", torch.float32), padded("response_mask", torch.bool)
+    train = padded("old_log_prob", torch.float32) if "old_log_prob" in record.tokens else None
+    trainer_version = int(record.facts.get("current_version", record.step - 1))
+    versions = padded("version", torch.int64) if "version" in record.tokens else torch.full_like(mask.long(), trainer_version)
+    counted = mask & rollout.isfinite() & (torch.ones_like(mask) if train is None else train.isfinite())
+    version = int(versions[counted].mode().values) if counted.any() else trainer_version
+    return RecordedRows(
+        step=record.step,
+        version=version,
+        trainer_version=trainer_version,
+        tokens=TokenBatch(
+            prompts=left,
+            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+            responses=padded("response_ids", torch.int64),
+            response_lengths=torch.from_numpy(record.lengths[order].copy()),
+            batch_size=[len(order)],
+        ),
+        counted=counted & (versions == version),
+        rollout=rollout,
+        train=train,
+    )
+
+
+def chosen(rows: Sequence[RecordedRows], kept_versions: Sequence[int], most: int = 4) -> list[RecordedRows]:
+    """The records that say most: of those whose weights are on the disk the first, the newest, and those with the largest gap."""
+    usable = [one for one in rows if {one.version, one.trainer_version} <= set(kept_versions)]
+    if len(usable) <= most:
+        return usable
+
+    def gap(one: RecordedRows) -> float:
+        return one.rms(one.train, one.rollout) if one.train is not None else 0.0
+
+    picked = {usable[0].step, usable[-1].step}
+    for one in sorted(usable, key=gap, reverse=True):
+        if len(picked) < most:
+            picked.add(one.step)
+    return [one for one in usable if one.step in picked]

@@ -1,0 +1,73 @@
+"""The trainer's side of a replay: recorded rows scored by clean code with the weights of a version."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_rc.config.run import RunConfig
+from verl_rc.data.batches import TokenBatch
+from verl_rc.driver.replay.rows import RecordedRows
+from verl_rc.workers.forward import ForwardOptions, score_tokens
+from verl_rc.workers.language_model import load_causal_lm, torch_dtype
+
+_ROWS_AT_ONCE = 16
+
+
+class TrainerReplay:
+    """A model of one version of the weights, without shards and processes."""
+
+    def __init__(self, config: RunConfig, model_folder: str) -> None:
+        """Load the model in the trainer's precision of computing."""
+        model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+        self._dtype = torch_dtype(actor.fsdp_config.dtype)
+        self._model: nn.Module = load_causal_lm(model_folder, self._dtype, trust_remote_code=model.trust_remote_code)
+        self._model.eval()
+        self._temperature, self._packs = config.actor_rollout_ref.rollout.temperature, model.use_remove_padding
+        self._engine_dtype = torch_dtype(config.actor_rollout_ref.rollout.dtype)
+
+    def score(self, tokens: TokenBatch, alone: bool = False) -> Tensor:
+        """Log-probs float32 ``[B, R]``, nats; ``alone``: each row by itself, neither packed nor padded."""
+        options = ForwardOptions(self._temperature, self._packs and not alone)
+        parts = []
+        with torch.no_grad():
+            for part in tokens.split(1 if alone else _ROWS_AT_ONCE):
+                scored = torch.zeros(part.responses.shape)
+                width = max(1, int(part.response_lengths.max()))
+                cut: Any = part.clone()
+                cut.responses = part.responses[:, :width]
+                scored[:, :width] = score_tokens(self._model, cut, options, with_entropy=False).log_probs.float()
+                parts.append(scored)
+        return torch.cat(parts)
+
+    def score_as_trained(self, tokens: TokenBatch) -> Tensor:
+        """As ``score``, with dropout as the model's configuration has it."""
+        self._model.train()
+        try:
+            return self.score(tokens)
+        finally:
+            self._model.eval()
+
+    def score_in_engine_precision(self, tokens: TokenBatch) -> Tensor:
+        """As ``score``, computed in the dtype of the engine."""
+        self._model.to(self._engine_dtype)
+        try:
+            return self.score(tokens)
+        finally:
+            self._model.to(self._dtype)
+
+
+def wrong_inputs(rows: RecordedRows, longest_prompt: int, pad_token_id: int) -> Iterator[tuple[str, TokenBatch]]:
+    """Mistakes in the inputs of a trainer, each in words with the rows as it would score them."""
+    tokens = rows.tokens
+    short: Any = tokens.clone()
+    short.prompt_lengths = (tokens.prompt_lengths - 1).clamp_min(1)
+    yield "prompts without their first token", short
+    padded: Any = tokens.clone()
+    missing = longest_prompt - tokens.prompts.shape[1]
+    is_real = torch.arange(tokens.prompts.shape[1]) >= tokens.prompts.shape[1] - tokens.prompt_lengths[:, None]
+    filled = torch.where(is_real, tokens.prompts, pad_token_id)
+    padded.prompts = torch.nn.functional.pad(filled, (max(missing, 0), 0), value=pad_token_id)
+    padded.prompt_lengths = torch.full_like(tokens.prompt_lengths, padded.prompts.shape[1])
+    yield "padding attended as if it were prompt", padded

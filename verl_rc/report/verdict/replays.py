@@ -1,0 +1,188 @@
+"""What controlled replays of recorded tokens say: parts of the gap that add up, and the cause that a part names.
+
+Of a recorded token: log-prob of the trainer as recorded, of the trainer's weights of that step by clean code, of the weights that
+the engine held, of an engine that is given the tokens, of the engine as recorded. Differences of neighbours are the parts; the
+share of a part is its covariance with the gap over the gap's variance, and shares add to 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.report.verdict.statement import Statement, say
+
+OTHER_INPUTS = "the trainer scores other inputs or with noise"
+OLDER_WEIGHTS = "older weights"
+OTHER_ENGINE = "the engine holds other weights, or computes otherwise"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One difference of neighbouring log-probs."""
+
+    size: float
+    """Root mean square over tokens, nats."""
+    share: float
+    """Covariance with the gap over the gap's variance."""
+
+
+@dataclass(frozen=True)
+class ReplayedRecord:
+    """What the replays of one step's record measured."""
+
+    step: int
+    version: int
+    """Weights that the tokens are said to come from."""
+    tokens: int
+    gap: float
+    """Root mean square of the log-ratio, nats; 0 where the trainer's log-probs were not recorded."""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """``trainer``, ``versions``, ``engine``, ``rest``, as far as they were replayed."""
+    versions: Mapping[int, float] = field(default_factory=dict)
+    """By version of the weights, root mean square of its log-probs less the engine's, nats."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """``trainer_twice``, ``alone``, ``precision`` (nats), ``retokenised`` (share of rows), ``noise`` (of the trainer)."""
+    reproduced_by: str = ""
+    """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
+
+    @property
+    def best_version(self) -> int:
+        """The weights whose log-probs are nearest to the engine's."""
+        return min(self.versions, key=lambda version: (self.versions[version], -version), default=self.version)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record for machines."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "tokens": self.tokens,
+            "gap": self.gap,
+            "parts": {name: {"size": part.size, "share": part.share} for name, part in self.parts.items()},
+            "versions": {str(version): size for version, size in self.versions.items()},
+            "numbers": dict(self.numbers),
+            "reproduced_by": self.reproduced_by,
+        }
+
+
+def replayed_records(found: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]:
+    """Records from what ``as_json`` made; what is damaged is left out."""
+    records = []
+    for one in found:
+        try:
+            records.append(
+                ReplayedRecord(
+                    step=int(one["step"]),
+                    version=int(one["version"]),
+                    tokens=int(one["tokens"]),
+                    gap=float(one["gap"]),
+                    parts={name: Part(float(part["size"]), float(part["share"])) for name, part in one["parts"].items()},
+                    versions={int(version): float(size) for version, size in one["versions"].items()},
+                    numbers={"noise": 0.0} | {name: float(value) for name, value in one["numbers"].items()},
+                    reproduced_by=str(one["reproduced_by"]),
+                )
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return records
+
+
+def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
+    """The causes that replays name, the trainer's first; a rule that holds on two records names, on one it is likely."""
+    found = (_other_inputs(records), _older_weights(records), _other_engine(records))
+    return [statement for statement in found if statement is not None]
+
+
+def _sure(records: Sequence[ReplayedRecord]) -> dict[str, Any]:
+    steps = [record.step for record in records]
+    return {"confidence": "named" if len(records) > 1 else "likely", "steps": (min(steps), max(steps))}
+
+
+def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """The recorded log-probs of the trainer do not come out again."""
+    seen = []
+    for record in records:
+        part = record.parts.get("trainer")
+        if part is not None and part.share > BOUNDS.part_share and part.size > max(BOUNDS.reproduced, record.numbers["noise"]):
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.parts["trainer"].size)
+    evidence = {"size": worst.parts["trainer"].size, "share": worst.parts["trainer"].share, "gap": worst.gap}
+    evidence["twice"] = worst.numbers.get("trainer_twice", 0.0)
+    ways = {record.reproduced_by for record in seen} - {""}
+    said = (
+        "The recorded tokens with the trainer's weights of their step do not give the trainer's recorded log-probs: {size:.4f} "
+        "nats between them, {share:.0%} of the gap"
+    )
+    if ways:
+        said += f". They come out with {', '.join(sorted(ways))}"
+    elif evidence["twice"] > 0:
+        said += ". The trainer does not give the same numbers twice ({twice:.2g})"
+    return say(
+        "gap",
+        OTHER_INPUTS,
+        "fault",
+        said,
+        evidence,
+        **_sure(seen),
+        next_test="Compare prompts, positions and masks of the trainer's forward pass with the recorded ids; turn dropout off.",
+        row=15,
+    )
+
+
+def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """Other weights than those that were said explain the engine's log-probs at least twice as well."""
+    seen = []
+    for record in records:
+        said, best = record.versions.get(record.version), record.best_version
+        if said is not None and best < record.version and said > BOUNDS.above_floor * record.versions[best]:
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.versions[record.version])
+    evidence: dict[str, float] = {"step": worst.step, "said": worst.version, "held": worst.best_version}
+    evidence |= {"gap": worst.versions[worst.version], "left": worst.versions[worst.best_version]}
+    return say(
+        "gap",
+        OLDER_WEIGHTS,
+        "fault",
+        "The engine sampled step {step:.0f} with weights near version {held:.0f} and not {said:.0f}: its log-probs are "
+        "{left:.4f} nats from those, {gap:.4f} from these",
+        evidence,
+        **_sure(seen),
+        next_test="Compare a tensor of the engine with the trainer's after a sync; look at what skips or delays a weight update.",
+        overrides=(f"{_ROLLOUT}.sync_proof.canary_freq=1",),
+        row=18,
+    )
+
+
+def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """An engine with the right weights that is given the tokens is farther from the run's engine than at the start."""
+    rests = sorted((record.step, record) for record in records if "rest" in record.parts)
+    if len(rests) < 2:
+        return None
+    first = rests[0][1].parts["rest"].size
+    seen = [
+        record
+        for _, record in rests[1:]
+        if record.parts["rest"].share > BOUNDS.part_share and record.parts["rest"].size > BOUNDS.above_floor * first
+    ]
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.parts["rest"].size)
+    evidence = {"size": worst.parts["rest"].size, "share": worst.parts["rest"].share, "first": first, "step": worst.step}
+    return say(
+        "gap",
+        OTHER_ENGINE,
+        "fault",
+        "An engine with the right weights that is given the tokens of step {step:.0f} is {size:.4f} nats from what the run's "
+        "engine reported, {first:.4f} at the start; {share:.0%} of the gap",
+        evidence,
+        **_sure(seen),
+        next_test="Weights that were loaded in part, a stale cache, another kernel or sampler: restart the engine, then compare "
+        "tensors after a sync.",
+        overrides=(f"{_ROLLOUT}.enable_prefix_caching=False", f"{_ROLLOUT}.sync_proof.canary_freq=1"),
+        row=20,
+    )
