@@ -3,7 +3,8 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from verl_rc.report.page.tables import differing_settings
 from verl_rc.report.page.text import escaped, number, table
@@ -26,6 +27,10 @@ _COMPARED = (
     "perf/throughput",
 )
 _SEED_KEYS = {"trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed"}
+_SEED = "trainer.seed"
+"""The seed that runs are paired by."""
+_FEWEST_PAIRS = 2
+_MANY = "look at the ones that were to be compared, not at the most different"
 _PLACE_KEYS = {"trainer.default_local_dir", "trainer.experiment_name", "trainer.project_name", "trainer.resume_mode"}
 """Keys that say where a run is and not what it is."""
 _T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796)
@@ -46,7 +51,7 @@ def comparison_panel(runs: Sequence[RunData]) -> str:
         "same: with one run a side no difference is shown to be more than chance.</p>"
     )
     return (
-        f"{caution}{table(head, rows)}{_seed_table(seeds)}<h3>Where they part</h3>{_partings(runs)}"
+        f"{caution}{table(head, rows)}{_seed_table(seeds)}{_paired_tables(seeds)}<h3>Where they part</h3>{_partings(runs)}"
         f"<h3>Keys that differ</h3>{differing_settings(runs)}"
     )
 
@@ -81,17 +86,50 @@ def _seed_table(groups: Sequence[Sequence[RunData]]) -> str:
     """Mean over the seeds with its t interval."""
     parts = []
     for group in groups:
+        ends = [_ends(run) for run in group]
         rows = []
-        for name in _COMPARED:
-            means = [mean.value for run in group if (mean := mean_of(last_part(run.get(name)))) is not None]
-            if len(means) == len(group):
-                half = t_interval(means)
-                rows.append((escaped(name), f"{number(statistics.fmean(means))} ± {number(half)}"))
+        for name in _in_all(ends):
+            means = [of_run[name] for of_run in ends]
+            rows.append((escaped(name), f"{number(statistics.fmean(means))} ± {number(t_interval(means))}"))
         names = ", ".join(run.name for run in group)
         parts.append(
             f"<h3>{len(group)} seeds of one configuration: {escaped(names)}</h3>" + table(("last tenth", "mean, 90 %"), rows)
         )
     return "".join(parts)
+
+
+def _ends(run: RunData) -> dict[str, float]:
+    """Where a run ended: means of last tenths, and the last validation of each source."""
+    means = {name: mean_of(last_part(run.get(name))) for name in _COMPARED}
+    ends = {name: mean.value for name, mean in means.items() if mean is not None}
+    return ends | {f"validation {name}": found.values[-1] for name, found in validation(run)}
+
+
+def _in_all(ends: Sequence[Mapping[str, float]]) -> list[str]:
+    """Names that all have, in the order of the first."""
+    return [name for name in ends[0] if all(name in of_run for of_run in ends)]
+
+
+def _paired_tables(groups: Sequence[Sequence[RunData]]) -> str:
+    """Of any two configurations that ran with the same seeds, the mean difference of runs with equal seeds."""
+    parts = []
+    for one, other in combinations(groups, 2):
+        left, right = ({run.settings.get(_SEED): run for run in group} for group in (one, other))
+        shared = [seed for seed in left if seed is not None and seed in right]
+        if len(shared) < _FEWEST_PAIRS:
+            continue
+        pairs = [(_ends(left[seed]), _ends(right[seed])) for seed in shared]
+        rows = []
+        for name in _in_all([of_run for pair in pairs for of_run in pair]):
+            differences = [b[name] - a[name] for a, b in pairs]
+            mean, half = statistics.fmean(differences), t_interval(differences)
+            told = ("higher" if mean > 0 else "lower") if abs(mean) > half else "not told apart"
+            rows.append((escaped(name), f"{number(mean)} ± {number(half)}", told))
+        names = f"{', '.join(right[seed].name for seed in shared)} less {', '.join(left[seed].name for seed in shared)}"
+        head = ("last tenth", "mean difference, 90 %", "")
+        parts.append(f"<h3>{len(shared)} pairs of equal seeds: {escaped(names)}</h3>{table(head, rows)}")
+    said = f"<p>One row in ten lies outside by chance alone: {_MANY}.</p>" if parts else ""
+    return "".join(parts) + said
 
 
 def t_interval(values: Sequence[float]) -> float:

@@ -54,6 +54,27 @@ def test_seeds_of_one_configuration_are_put_together_and_other_runs_not():
     assert "seeds of one configuration" not in comparison_panel([runs[0], other])
 
 
+def test_runs_with_equal_seeds_are_compared_in_pairs():
+    rewards = {1: 0.2, 2: 0.6, 3: 0.4}
+    gains = {1: 0.01, 2: 0.02, 3: 0.03}
+    first = [named(f"a{seed}", {"critic/score/mean": [rewards[seed]] * STEPS}, {"trainer.seed": seed}) for seed in rewards]
+    second = [
+        named(f"b{seed}", {"critic/score/mean": [rewards[seed] + gains[seed]] * STEPS}, {"trainer.seed": seed, "x.y": 1})
+        for seed in (3, 1, 2)
+    ]
+    text = comparison_panel([*first, *second])
+    assert "3 pairs of equal seeds: b1, b2, b3 less a1, a2, a3" in text
+    # Mean 0.02, deviation 0.01 of the differences: 2.920 * 0.01 / sqrt(3) is half the interval. Seeds alone spread by 0.2.
+    assert "<td>critic/score/mean</td><td>0.02 ± 0.01686</td><td>higher</td>" in text
+    assert "<td>actor/entropy</td><td>0 ± 0</td><td>not told apart</td>" in text
+
+
+def test_seeds_that_only_one_side_has_are_no_pairs():
+    first = [named(f"a{seed}", settings={"trainer.seed": seed}) for seed in (1, 2)]
+    second = [named(f"b{seed}", settings={"trainer.seed": seed, "x.y": 1}) for seed in (2, 3)]
+    assert "pairs of equal seeds" not in comparison_panel([*first, *second])
+
+
 def test_keys_that_differ_and_only_those():
     text = comparison_panel([named("a", settings={"x.y": 1, "same": 2}), named("b", settings={"x.y": 3, "same": 2, "new": 4})])
     assert "<td>x.y</td><td>1</td><td>3</td>" in text
