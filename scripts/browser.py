@@ -26,6 +26,7 @@ class Browser:
         self._session = session
 
     def open(self, path: Path) -> None:
+        """Show a file."""
         self._post("url", {"url": path.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
