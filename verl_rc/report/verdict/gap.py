@@ -5,6 +5,7 @@ the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size o
 """
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -32,6 +33,8 @@ LINEAR = 0.8
 """r² above which a relation is called linear."""
 PINNED_SLOPE = 0.1
 """Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow growth of rounding."""
+_MOST_JUMPS = 0.25
+"""Share of the steps up to which a large gap is one of single steps."""
 _FEWEST_FOR_LAG = 20
 _FEWEST_POINTS_OF_AGES = 6
 
@@ -49,7 +52,7 @@ def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is none."""
     faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
     if not faults:
-        faults = _staleness(run) or _weights_never_arrive(run) or _one_version_late(run)
+        faults = _staleness(run) or _weights_never_arrive(run) or _one_version_late(run) or _missed_update(run)
     return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
 
 
@@ -345,6 +348,35 @@ def _one_version_late(run: RunData) -> list[Statement]:
             confidence="likely",
             steps=(gap.steps[0], gap.steps[-1]),
             next_test="Look at the order of weight update and sampling; wait for the sync before the next batch.",
+            row=19,
+        )
+    ]
+
+
+def _missed_update(run: RunData) -> list[Statement]:
+    """Row 19 for single steps: the gap jumps, and is back as soon as the next weights arrive."""
+    noise = run.get(f"{PREFIX}logit_noise")
+    if len(noise) < FEWEST_FOR_TREND:
+        return []
+    first, usual = _at_the_start(noise), statistics.median(noise.values)
+    bound = BOUNDS.far_above_floor * first
+    jumps = [(step, value) for step, value in zip(noise.steps, noise.values, strict=True) if value > bound]
+    if not jumps or len(jumps) > len(noise) * _MOST_JUMPS or usual > BOUNDS.above_floor * first:
+        return []
+    evidence = {"first": first, "peak": max(value for _, value in jumps), "count": len(jumps), "steps": len(noise)}
+    evidence["step"] = jumps[0][0]
+    return [
+        say(
+            "gap",
+            "an update was missed",
+            "notice",
+            "Logit noise was {peak:.3f} in step {step:.0f} or after ({count:.0f} of {steps:.0f} steps), {first:.3f} at the "
+            "start, and as before in between: the engine sampled those steps with other weights",
+            evidence,
+            confidence="likely",
+            steps=(jumps[0][0], jumps[-1][0]),
+            next_test="verl-rc diagnose RUN --replay R3 says with which, where checkpoints were kept; look at the log for what "
+            "delayed or skipped a weight update.",
             row=19,
         )
     ]

@@ -236,6 +236,19 @@ def test_row_19_compares_neighbouring_steps_only():
     assert only(judge_gap(run)).row != 19
 
 
+@pytest.mark.parametrize(
+    ("jumps", "height", "is_named"),
+    [((9,), 11.0, True), ((9, 30), 4.1, True), ((9,), 3.9, False), ((), 1.0, False), (range(9, 20), 11.0, False)],
+)
+def test_row_19_of_single_steps(jumps, height, is_named):
+    """In the real loop a skipped update made eleven times the noise of the first steps, in one step (docs/experiment_log.md)."""
+    noise = [0.0137 * (height if step in jumps else 1.2 if step > 1 else 1.0) for step in range(STEPS)]
+    found = only(judge_gap(planted({"rollout_corr/logit_noise": noise})))
+    assert (found.cause == "an update was missed") == is_named
+    if is_named:
+        assert (found.level, found.row, found.evidence["step"]) == ("notice", 19, jumps[0] + 1)
+
+
 # ---- Rows 11 and 20.
 
 
@@ -314,6 +327,7 @@ NEEDS = {
     "not the sampled tokens, or not their log-probs": [{Z}, {K1, K3, CHI2}],
     "staleness": [{"rollout_corr/age_0_k3_kl", "rollout_corr/age_1_k3_kl"}],
     "weights never arrive": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
+    "an update was missed": [{"rollout_corr/logit_noise"}],
     "one version late": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
     "grown, cause not separable by metrics": [{K3}, {"sync/rollout_gap_mean"}],
     "rounding": [{K3}, {"sync/rollout_gap_mean"}],
