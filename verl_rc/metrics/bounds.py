@@ -44,8 +44,13 @@ class SignatureBounds:
     """Share of the gap's variance from which on a part of it, found by replays, names a cause."""
     reproduced: float = 1e-3
     """Up to so many nats apart, log-probs of the trainer count as the same: other batches round otherwise."""
+    implausible_noise: float = 0.5
+    """Logit noise that rounding makes in no precision, whatever the floor of the run is."""
     far_above_floor: float = 4.0
     """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it, too."""
 
 
 BOUNDS = SignatureBounds()
+
+PLAUSIBLE_NOISE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.04, "fp8_weights": 0.11, "fp8_kv_cache": 0.3}
+"""Logit noise that rounding of the least precise part of engine and trainer makes, at most so much in what was measured."""

@@ -148,9 +148,12 @@ CAUSES = (
         "few tokens are others than sampled",
         ("concentration", "logit_noise", "logit_noise_floor"),
         lambda step: (
-            step["concentration"] > BOUNDS.concentration and step["logit_noise"] > BOUNDS.above_floor * step["logit_noise_floor"]
+            step["concentration"] > BOUNDS.concentration
+            # The floor is no measure where tokens were others from the first step on.
+            and step["logit_noise"] > min(BOUNDS.above_floor * step["logit_noise_floor"], BOUNDS.implausible_noise)
         ),
-        f"concentration > {BOUNDS.concentration:g}, logit noise > {BOUNDS.above_floor:g} times its floor",
+        f"concentration > {BOUNDS.concentration:g}, logit noise > {BOUNDS.above_floor:g} times its floor or "
+        f"> {BOUNDS.implausible_noise:g}",
         f"{100 * BOUNDS.largest_share:g} %"
         " of the tokens make {concentration:.0%} of the squared gap, and logit noise is {logit_noise:.3f} after "
         "{logit_noise_floor:.3f} at the start",

@@ -12,7 +12,8 @@ from itertools import pairwise
 
 from verl_rc.config.async_checks import NEEDS_ASYNCHRONY
 from verl_rc.config.async_training import AsyncTrainingConfig
-from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.config.models import torch_name
+from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.run_folder.foreign import rejects
 from verl_rc.report.verdict.cause import (
@@ -35,6 +36,8 @@ PINNED_SLOPE = 0.1
 """Nats of gap for each nat that the policy moved, from which on old weights are the cause and not a slow growth of rounding."""
 _MOST_JUMPS = 0.25
 """Share of the steps up to which a large gap is one of single steps."""
+_FEWEST_AT_START = 2
+LARGE = "large from the start, cause not separable by metrics"
 _FEWEST_FOR_LAG = 20
 _FEWEST_POINTS_OF_AGES = 6
 
@@ -52,7 +55,8 @@ def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is none."""
     faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
     if not faults:
-        faults = _staleness(run) or _weights_never_arrive(run) or _one_version_late(run) or _missed_update(run)
+        rules = (_staleness, _weights_never_arrive, _one_version_late, _missed_update, _large_from_the_start)
+        faults = next((found for rule in rules if (found := rule(run))), [])
     return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
 
 
@@ -380,6 +384,46 @@ def _missed_update(run: RunData) -> list[Statement]:
             row=19,
         )
     ]
+
+
+def _large_from_the_start(run: RunData) -> list[Statement]:
+    """Row 20 for the first steps: more noise than rounding makes in the precision that is configured."""
+    noise, precision = run.get(f"{PREFIX}logit_noise"), _precision(run)
+    ages = max((value for name in _AGES for value in run.get(name).values), default=0.0)
+    if len(noise) < _FEWEST_AT_START or precision is None or ages > 0:
+        return []
+    first, plausible = min(noise.values[:_FEWEST_AT_START]), PLAUSIBLE_NOISE[precision]
+    if first <= BOUNDS.far_above_floor * plausible:
+        return []
+    return [
+        say(
+            "gap",
+            LARGE,
+            "fault",
+            f"Logit noise was {{first:.3f}} from the first step on, where rounding in {precision} makes {{plausible:g}}: engine "
+            "and trainer differ in something else, which metrics do not tell apart",
+            {"first": first, "plausible": plausible},
+            confidence="possible",
+            steps=(noise.steps[0], noise.steps[-1]),
+            next_test="verl-rc diagnose RUN --replay tells a trainer that scores other inputs (prompts, padding, dropout) from "
+            "an engine that computes otherwise.",
+            row=20,
+        )
+    ]
+
+
+def _precision(run: RunData) -> str | None:
+    """The least precise part of engine and trainer, a key of the plausible noises; None where the configuration is not known."""
+    trainer = run.settings.get("actor_rollout_ref.actor.fsdp_config.dtype")
+    parts = [run.settings.get(f"{_ROLLOUT}.dtype"), trainer]
+    if run.settings.get(f"{_ROLLOUT}.quantization") is not None:
+        parts.append("fp8_weights")
+    if str(run.settings.get(f"{_ROLLOUT}.kv_cache_dtype", "auto")) != "auto":
+        parts.append("fp8_kv_cache")
+    known = [torch_name(str(part)) for part in parts if part is not None]
+    if not run.is_own or None in parts or not set(known) <= PLAUSIBLE_NOISE.keys():
+        return None
+    return max(known, key=PLAUSIBLE_NOISE.__getitem__)
 
 
 def _size_of_gap(run: RunData) -> Statement:

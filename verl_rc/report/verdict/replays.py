@@ -167,7 +167,8 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
     seen = [
         record
         for _, record in rests[1:]
-        if record.parts["rest"].share > BOUNDS.part_share and record.parts["rest"].size > BOUNDS.above_floor * first
+        if record.parts["rest"].share > BOUNDS.part_share
+        and record.parts["rest"].size > max(BOUNDS.above_floor * first, BOUNDS.reproduced)
     ]
     if not seen:
         return None

@@ -65,6 +65,11 @@ def test_every_cause_is_planted_and_healthy_is_silent() -> None:
         ({"surprisal_excess": -0.029}, {"surprisal_excess": -0.031}, 10),
         ({"concentration": 0.88, "logit_noise": 0.2}, {"concentration": 0.92, "logit_noise": 0.2}, 12),
         ({"concentration": 0.99, "logit_noise": 0.066}, {"concentration": 0.99, "logit_noise": 0.070}, 12),
+        (
+            {"concentration": 0.99, "logit_noise": 0.49, "logit_noise_floor": 0.48},
+            {"concentration": 0.99, "logit_noise": 0.51, "logit_noise_floor": 0.48},
+            12,
+        ),
     ],
 )
 def test_the_bounds(inside: dict[str, float], outside: dict[str, float], row: int) -> None:

@@ -252,6 +252,34 @@ def test_row_19_of_single_steps(jumps, height, is_named):
 # ---- Rows 11 and 20.
 
 
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+FP32 = {f"{ROLLOUT}.dtype": "float32", f"{ACTOR}.fsdp_config.dtype": "float32"}
+PRECISIONS = [
+    (FP32 | {f"{ROLLOUT}.dtype": "bfloat16"}, 0.16),
+    (FP32 | {f"{ACTOR}.fsdp_config.dtype": "bf16"}, 0.16),
+    (FP32, 4e-4),
+    (FP32 | {f"{ROLLOUT}.quantization": "fp8_per_channel"}, 0.44),
+    (FP32 | {f"{ROLLOUT}.kv_cache_dtype": "fp8"}, 1.2),
+]
+
+
+@pytest.mark.parametrize(("settings", "bound"), PRECISIONS)
+@pytest.mark.parametrize("share", [0.98, 1.02])
+def test_row_20_noise_that_rounding_cannot_make_from_the_first_step_on(settings, bound, share):
+    run = planted({"rollout_corr/logit_noise": [share * bound] * STEPS}, settings)
+    found = only(judge_gap(run))
+    assert (found.row == 20, found.level == "fault") == (share > 1, share > 1)
+    assert ("--replay" in found.next_test) == (share > 1)
+
+
+def test_row_20_of_the_start_says_nothing_of_old_samples_nor_of_unknown_precision():
+    noise = {"rollout_corr/logit_noise": [2.0] * STEPS}
+    aged_noise = noise | {"async/token_age/mean": [1.0] * STEPS}
+    assert only(judge_gap(planted(aged_noise, PRECISIONS[0][0]))).row == 11
+    assert only(judge_gap(planted(noise, {f"{ROLLOUT}.dtype": "auto"}))).row == 11
+    assert only(judge_gap(planted(noise))).row == 11
+
+
 def test_row_18_in_the_real_loop():
     """A quickstart whose receiver kept its first weights (docs/experiment_log.md): sqrt(k3), mean |log-ratio| and ppo_kl."""
     k3 = [0.029, 0.631, 0.701, 0.722, 0.804, 0.81, 0.82, 0.916, 0.86, 0.959, 0.96, 0.979, 0.991, 0.949, 0.926, 0.953]
@@ -328,6 +356,7 @@ NEEDS = {
     "staleness": [{"rollout_corr/age_0_k3_kl", "rollout_corr/age_1_k3_kl"}],
     "weights never arrive": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
     "an update was missed": [{"rollout_corr/logit_noise"}],
+    "large from the start, cause not separable by metrics": [{"rollout_corr/logit_noise"}],
     "one version late": [{PPO_KL, K3}, {PPO_KL, "sync/rollout_gap_mean"}],
     "grown, cause not separable by metrics": [{K3}, {"sync/rollout_gap_mean"}],
     "rounding": [{K3}, {"sync/rollout_gap_mean"}],

@@ -66,6 +66,12 @@ def test_another_engine_is_one_that_was_nearer_at_the_start(size: float, share: 
     assert causes(with_part("rest", size, share)) == []  # nothing to compare with
 
 
+@pytest.mark.parametrize(("size", "names"), [(0.0009, False), (0.0011, True)])
+def test_an_engine_that_was_reproduced_exactly_at_the_start_may_round(size: float, names: bool) -> None:
+    exact = with_part("rest", 0.0, 0.0, step=1)
+    assert causes(exact, with_part("rest", size, 0.5)) == [OTHER_ENGINE] * names
+
+
 def test_two_records_name_and_one_makes_likely() -> None:
     one, two = with_part("trainer", 0.1, 0.9), with_part("trainer", 0.2, 0.9, step=13)
     assert judge_replays([one])[0].confidence == "likely"
