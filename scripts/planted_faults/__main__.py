@@ -1,0 +1,61 @@
+"""Plant faults in short real runs and ask the doctor: python -m scripts.planted_faults [WORD …] [--seeds 1,2] [--judge]
+
+Run folders are kept below --folder, so an interrupted matrix goes on, and a changed rule is judged without a run. Results are
+a file below docs/experiment_log and the table printed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from planted_faults.faults import ARMS
+from planted_faults.matrix import lines_of, row_of, write_matrix
+from planted_faults.runs import ROOT, known_run, prepare, run_all, start_trainer
+
+from verl_rc.report.run_folder import DIAGNOSIS
+
+RESULTS = ROOT / "docs" / "experiment_log" / "2026-11-22-planted-faults.json"
+
+
+def main() -> int:
+    """Run what is missing, judge all runs there are, and write the matrix."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.planted_faults", description=__doc__)
+    parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: top-p")
+    parser.add_argument("--seeds", default="1", help="seeds, such as 1,2,3; thresholds come from seed 1 alone")
+    parser.add_argument("--judge", action="store_true", help="run nothing")
+    parser.add_argument("--replay", metavar="R0,R1", default="", help="also replay these in every run that has no replays yet")
+    where = ROOT / "runs" / "planted_faults"
+    parser.add_argument("--folder", type=Path, default=where, help="where models, data and runs are kept")
+    given = parser.parse_args()
+    arms = [arm for arm in ARMS if set(given.words) <= set(arm.split())]
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    if not given.judge:
+        prepare(given.folder)
+        for run in run_all(given.folder, arms, seeds, start_trainer):
+            print(f"{run.arm}, seed {run.seed}: exit {run.exit_status}, {run.seconds:.0f} s", flush=True)
+    runs = [run for seed in seeds for arm in arms if (run := known_run(given.folder, arm, seed)) is not None]
+    for run in runs if given.replay else ():
+        if not (run.folder / DIAGNOSIS).is_file():
+            replay(run.folder, given.replay.split(","))
+    rows = [row_of(run) for run in runs]
+    if set(arms) == set(ARMS):
+        write_matrix(RESULTS, rows)
+    print("\n".join(lines_of(rows)))
+    return 0
+
+
+def replay(folder: Path, names: list[str]) -> None:
+    """Replay what a run recorded; says why where it cannot be done."""
+    from verl_rc.driver.replay import DiagnosisRequest, diagnose
+
+    try:
+        seconds = diagnose(DiagnosisRequest(folder, names)).seconds
+        print(f"{folder.name}: replayed in {sum(seconds.values()):.0f} s", flush=True)
+    except ValueError as error:
+        print(f"{folder.name}: not replayed: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""From run folders to the matrix: which cause the doctor names first, without replays and with them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planted_faults.faults import ARMS, LEFT_OUT, Fault
+from planted_faults.runs import PlantedRun
+
+from verl_rc.report.run_folder import RunData, read_run
+from verl_rc.report.verdict import judge
+from verl_rc.report.verdict.gap import LARGE
+from verl_rc.report.verdict.statement import Statement
+
+NOT_SEPARABLE = ("grown, cause not separable by metrics", LARGE)
+STOPPED = "stopped by the run itself"
+
+
+@dataclass(frozen=True)
+class Named:
+    """What the doctor named first."""
+
+    cause: str
+    outcome: str
+    """right, not seen, not separable, wrong; ``false alarm`` where nothing was planted."""
+    sentence: str
+
+    def as_json(self) -> dict[str, str]:
+        """Return it for the file of results."""
+        return {"cause": self.cause, "outcome": self.outcome, "sentence": self.sentence}
+
+
+def named_first(run: RunData, fault: Fault, ended_with: str) -> Named:
+    """The first fault or notice of the gap; where there is none, what is said instead."""
+    if fault.checks and any(word in ended_with for word in fault.checks):
+        return Named(STOPPED, "right", ended_with)
+    said = [one for one in judge(run).statements if one.topic == "gap"]
+    first = next((one for one in said if one.level in ("fault", "notice")), said[0] if said else None)
+    if first is None:
+        return Named("nothing was logged", "not seen", ended_with)
+    return Named(first.cause, _outcome(first, fault), first.text)
+
+
+def _outcome(first: Statement, fault: Fault) -> str:
+    is_silent = first.level not in ("fault", "notice")
+    if fault.number == 0:
+        return "right" if is_silent else "false alarm"
+    if first.cause in fault.remedies:
+        return "right"
+    if is_silent:
+        return "not seen"
+    return "not separable" if first.cause in NOT_SEPARABLE else "wrong"
+
+
+def row_of(run: PlantedRun) -> dict[str, Any]:
+    """One row of the matrix."""
+    fault, data = ARMS[run.arm], read_run(run.folder)
+    ended_with = _last_error(run.folder / "output.log") if run.exit_status else ""
+    row: dict[str, Any] = {"arm": run.arm, "fault": fault.number, "seed": run.seed, "exit_status": run.exit_status}
+    row["seconds"] = run.seconds
+    row["without_replays"] = named_first(replace(data, replays=(), _finite={}), fault, ended_with).as_json()
+    if data.replays:
+        row["with_replays"] = named_first(data, fault, ended_with).as_json()
+        row["replayed"] = [{key: _rounded(value) for key, value in one.items()} for one in data.replays]
+    return row
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return {key: _rounded(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def _last_error(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return next((line.strip()[:300] for line in reversed(lines) if "Error" in line and ":" in line), "")
+
+
+def write_matrix(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """All rows, with what was left out."""
+    left_out = {str(number): why for number, why in LEFT_OUT.items()}
+    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    path.write_text(f'{{"left_out": {json.dumps(left_out)},\n "rows": [\n{text}\n]}}\n', encoding="utf-8")
+
+
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The matrix as a Markdown table, with its sums."""
+    lines = ["| arm | seed | without replays | with replays |", "|---|---|---|---|"]
+    for row in rows:
+        cells = [_cell(row.get(kind)) for kind in ("without_replays", "with_replays")]
+        lines.append(f"| {row['arm']} | {row['seed']} | {' | '.join(cells)} |")
+    for kind in ("without_replays", "with_replays"):
+        judged = [row for row in rows if kind in row and row["fault"]]
+        outcomes = [row[kind]["outcome"] for row in judged]
+        healthy = [row[kind]["outcome"] for row in rows if kind in row and not row["fault"]]
+        counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("right", "not separable", "not seen", "wrong"))
+        lines.append(f"{kind.replace('_', ' ')}: {counts} of {len(judged)}; {healthy.count('false alarm')} false alarms of "
+                     f"{len(healthy)} healthy runs")  # fmt: skip
+    return lines
+
+
+def _cell(named: Mapping[str, str] | None) -> str:
+    return "" if named is None else f"{named['outcome']}: {named['cause']}"

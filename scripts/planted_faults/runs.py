@@ -1,0 +1,92 @@
+"""Running arms one after the other; what ended a run stands in its folder, which is kept for the doctor."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planted_faults.faults import ARMS, COMMON
+
+ROOT = Path(__file__).resolve().parents[2]
+DONE = "planted.json"
+"""In the folder of a run that has ended: exit status, seconds, overrides."""
+_INTERRUPTED = (130, 143)
+Start = Callable[[str, Sequence[str], Path], int]
+"""Runs the trainer with a fault and overrides, its output in a file, and returns its exit status."""
+
+
+@dataclass(frozen=True)
+class PlantedRun:
+    """An arm with one seed that was run."""
+
+    arm: str
+    seed: int
+    folder: Path
+    exit_status: int
+    seconds: float
+
+
+def folder_of(base: Path, arm: str, seed: int) -> Path:
+    """Where a run lies."""
+    return base / f"{arm} seed{seed}".replace(" ", "_")
+
+
+def overrides_of(arm: str, seed: int) -> list[str]:
+    """All that decides the numbers of a run."""
+    return [*COMMON, *ARMS[arm].overrides, f"trainer.seed={seed}"]
+
+
+def known_run(base: Path, arm: str, seed: int) -> PlantedRun | None:
+    """The run of an arm with a seed, if it was run with the overrides of today; None: it is still to be run."""
+    folder = folder_of(base, arm, seed)
+    try:
+        done = json.loads((folder / DONE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_same = done["overrides"] == overrides_of(arm, seed) and done["planted"] == ARMS[arm].planted
+    return PlantedRun(arm, seed, folder, done["exit_status"], done["seconds"]) if is_same else None
+
+
+def run_all(base: Path, arms: Sequence[str], seeds: Sequence[int], start: Start) -> Iterator[PlantedRun]:
+    """Run what is still to be run: all arms of a seed before the next seed. Models and data lie in ``base`` too."""
+    for seed in seeds:
+        for arm in arms:
+            if known_run(base, arm, seed) is not None:
+                continue
+            folder = folder_of(base, arm, seed)
+            overrides = overrides_of(arm, seed)
+            places = (
+                *(f"actor_rollout_ref.model.path={base / 'sft_model'}", f"trainer.default_local_dir={folder}"),
+                *(f"data.{split}_files={base / 'data' / split}.parquet" for split in ("train", "val")),
+            )
+            began = time.time()
+            status = start(ARMS[arm].planted, [*overrides, *places], folder)
+            if status in _INTERRUPTED:
+                raise KeyboardInterrupt
+            if not (folder / "metrics.jsonl").is_file():
+                continue  # it did not start, which says nothing of the fault: it is still to be run
+            seconds = round(time.time() - began, 1)
+            done = {"exit_status": status, "seconds": seconds, "overrides": overrides, "planted": ARMS[arm].planted}
+            (folder / DONE).write_text(json.dumps(done) + "\n", encoding="utf-8")
+            yield PlantedRun(arm, seed, folder, status, seconds)
+
+
+def start_trainer(fault: str, overrides: Sequence[str], folder: Path) -> int:
+    """Run the trainer in a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "scripts.planted_faults.start", fault, "--", *overrides]
+    with (folder / "output.log").open("w", encoding="utf-8") as output:
+        return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+
+
+def prepare(base: Path) -> None:
+    """Make the task and the model that all runs start from, once."""
+    if (base / "sft_model" / "config.json").is_file():
+        return
+    fixed = {"RUN_ROOT": str(base.resolve()), "SEED": "1", "NUM_HEADS": "4", "PYTHON": sys.executable}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("DATA_DIR", "MODEL_PATH")}
+    subprocess.run(["bash", "scripts/warm_start.sh"], cwd=ROOT, env={**inherited, **fixed}, check=True)

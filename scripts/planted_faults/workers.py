@@ -1,0 +1,152 @@
+"""Workers that go wrong for a whole run, as the environment variable ``PLANTED_FAULT`` says."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_rc.data.batches import Completions, TokenBatch, TokenScores, TrainBatch
+from verl_rc.rollout import vllm_sampler
+from verl_rc.rollout.engine import RolloutEngine
+from verl_rc.rollout.response import Ended
+from verl_rc.rollout.sampling import EngineOptions, SamplingOptions
+from verl_rc.rollout.step_loop import QueuedSample
+from verl_rc.workers.policy_worker import PolicyWorker
+
+SKIPPED_VERSION = 8
+"""The publication that an engine does not load, where one is skipped."""
+HALF_LOADED = "gate_proj.weight"
+"""End of the name of the tensors whose second half stays as it was."""
+FIRST_DIGIT = 15
+"""Id of the digit 0 in the quickstart's tokenizer; a changed token becomes a 1, or a 2."""
+LONGEST_PROMPT, PADDING = 20, 257
+"""Width of padded prompts, and the id that fills it."""
+CHANGED, NAN = 2e-3, 1e-3
+"""Shares of tokens."""
+FEWEST_TOKENS = 11
+"""Of a response whose stop token is banned: one more than a right answer has."""
+
+
+def planted() -> dict[str, str]:
+    """What is planted, each with its value."""
+    words = os.environ.get("PLANTED_FAULT", "").split(",")
+    return {name: value for name, _, value in (word.partition(":") for word in words if word)}
+
+
+class PlantedEngine(RolloutEngine):
+    """An engine that samples, loads or reports what it should not."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._planted, self._held = planted(), dict[str, Tensor]()
+        self._chance = torch.Generator().manual_seed(7)
+        if "banned_stop" in self._planted:
+            make = vllm_sampler.sampling_parameters
+
+            def banning(*arguments: Any) -> Any:
+                parameters = make(*arguments)
+                parameters.min_tokens = min(FEWEST_TOKENS, parameters.max_tokens)
+                return parameters
+
+            vllm_sampler.sampling_parameters = banning
+        super().__init__(options)
+        if "report_raw" in self._planted:
+            self._loop.call(_report_raw)
+
+    def submit(self, samples: Sequence[QueuedSample]) -> None:
+        """Queue samples with other options."""
+        super().submit([replace(sample, options=self._other(sample.options)) for sample in samples])
+
+    def generate(self, requests: Any, options: SamplingOptions) -> Completions:
+        """Sample with other options."""
+        return super().generate(requests, self._other(options))
+
+    def _other(self, options: SamplingOptions) -> SamplingOptions:
+        factor, top_p = float(self._planted.get("temperature", 1.0)), float(self._planted.get("top_p", options.top_p))
+        return replace(options, temperature=factor * options.temperature, top_p=top_p)
+
+    def receive_weights(self, manifest: list[dict[str, Any]], bucket_bytes: int, version: int) -> list[dict[str, Any]]:
+        """Acknowledge an update that may not be loaded, or by half."""
+        if self._options.stages_updates:
+            return super().receive_weights(manifest, bucket_bytes, version)
+        transfer = self._loop.call(lambda sampler: sampler.weight_receiver())
+        load = transfer.model.load_weights
+        transfer.model.load_weights = lambda tensors: load(self._as_loaded(tensors, version))
+        try:
+            return super().receive_weights(manifest, bucket_bytes, version)
+        finally:
+            transfer.model.load_weights = load
+
+    def _as_loaded(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
+        skips = "skip_every_sync" in self._planted or ("skip_one_sync" in self._planted and version == SKIPPED_VERSION)
+        for name, tensor in tensors:
+            loaded = tensor.clone()
+            if skips and name in self._held:
+                loaded = self._held[name].clone()
+            elif "half_a_tensor" in self._planted and name.endswith(HALF_LOADED) and name in self._held:
+                loaded[len(loaded) // 2 :] = self._held[name][len(loaded) // 2 :]
+            self._held[name] = loaded.clone()
+            yield name, loaded
+
+    def _collect_ended(self, ended: list[Ended]) -> Completions:
+        completions = super()._collect_ended(ended)
+        log_probs, lengths = completions.rollout_log_probs, completions.response_lengths
+        real = torch.arange(log_probs.shape[1]) < lengths[:, None]
+        if "shifted_log_probs" in self._planted:
+            completions.rollout_log_probs = torch.where(real, log_probs.roll(1, dims=-1), 0.0)
+        if "rounded_log_probs" in self._planted:
+            completions.rollout_log_probs = log_probs.bfloat16().float()
+        if "changed_tokens" in self._planted:
+            struck = real & (torch.rand(real.shape, generator=self._chance) < CHANGED)
+            responses = completions.responses
+            others = torch.where(responses == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
+            completions.responses = torch.where(struck, others, responses)
+        return completions
+
+
+def _report_raw(sampler: Any) -> None:
+    found = sampler.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
+    # The part that filters returns log-probs of its own otherwise, which win.
+    found.logprobs_mode = found.topk_topp_sampler.logprobs_mode = "raw_logprobs"
+
+
+class PlantedPolicyWorker(PolicyWorker):
+    """A trainer rank that scores what it should not."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._planted, self._chance = planted(), torch.Generator().manual_seed(7)
+        if "dropout" in self._planted:
+            for module in self.model.module.modules():
+                if hasattr(module, "attention_dropout"):
+                    module.attention_dropout = 0.1
+
+    def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Score other inputs, or with noise."""
+        log_probs, *others = super().compute_log_probs(self._other(tokens), micro_batches)
+        if "nan_log_probs" in self._planted:
+            struck = torch.rand(log_probs.shape, generator=self._chance) < NAN
+            log_probs = log_probs.masked_fill(struck, torch.nan)
+        return [log_probs, *others]
+
+    def _scores(self, tokens: TokenBatch) -> list[Tensor]:
+        self.model.module.train("dropout" in self._planted)
+        return super()._scores(tokens)
+
+    def score(self, part: TrainBatch, with_sum_pi_squared: bool = False) -> TokenScores:
+        """Current log-probs of other inputs."""
+        given = part.clone()
+        given.tokens = self._other(part.tokens)
+        return super().score(given, with_sum_pi_squared)
+
+    def _other(self, tokens: TokenBatch) -> TokenBatch:
+        other = tokens.clone()
+        if "missing_prompt_token" in self._planted:
+            other.prompt_lengths = (tokens.prompt_lengths - 1).clamp_min(1)
+        if "attended_padding" in self._planted:
+            missing = LONGEST_PROMPT - tokens.prompts.shape[1]  # all prompts of the task have one length
+            other.prompts = torch.nn.functional.pad(tokens.prompts, (missing, 0), value=PADDING)
+            other.prompt_lengths = torch.full_like(tokens.prompt_lengths, LONGEST_PROMPT)
+        return other
