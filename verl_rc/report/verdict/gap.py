@@ -6,7 +6,7 @@ the mean ratio 1 - k1 + k3 is 1 however large the gap is. sqrt(k3) is the size o
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -27,8 +27,8 @@ from verl_rc.report.verdict.cause import (
     cause_of_row,
     statement_of,
 )
-from verl_rc.report.verdict.estimates import FEWEST_FOR_TREND, change_of, fit_line, last_part, lasting, mapped, mean_of
-from verl_rc.report.verdict.statement import Statement, literal, say
+from verl_rc.report.verdict.estimates import FEWEST_FOR_TREND, Line, change_of, fit_line, last_part, lasting, mapped, mean_of
+from verl_rc.report.verdict.statement import Confidence, Statement, literal, say
 
 LINEAR = 0.8
 """r² above which a relation is called linear."""
@@ -55,7 +55,7 @@ def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is none."""
     faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
     if not faults:
-        rules = (_staleness, _weights_never_arrive, _one_version_late, _missed_update, _large_from_the_start)
+        rules = (_staleness, _weights_never_arrive, _one_version_late, _staleness_by_means, _missed_update, _large_from_the_start)
         faults = next((found for rule in rules if (found := rule(run))), [])
     return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
 
@@ -237,23 +237,41 @@ def _filters(run: RunData) -> list[str]:
     return [f"{key}={value}" for key, value in given.items() if value is not None and value not in neutral[key]]
 
 
-def _staleness(run: RunData) -> list[Statement]:
-    """Row 16: the gap grows with the age of a token."""
-    ages: list[float] = []
-    gaps: list[float] = []
-    youngest: dict[int, Series] = {}
+def _gaps_by_age(run: RunData) -> dict[int, Series]:
+    """The gap of the tokens of each age, sqrt(k3) by step, youngest first."""
+    found = {}
     for name, series in run.matching("rollout_corr/age_", "_k3_kl"):
         age = name.removeprefix("rollout_corr/age_").removesuffix("_k3_kl")
         if age.isdecimal():
-            youngest[int(age)] = series
-            ages += [float(age)] * len(series)
-            gaps += map(_root, series.values)
-    line = fit_line(ages, gaps) if len(youngest) > 1 and len(ages) >= _FEWEST_POINTS_OF_AGES else None
-    if line is None or line.r_squared <= LINEAR or line.slope <= 0:
+            found[int(age)] = mapped(series, _root)
+    return dict(sorted(found.items()))
+
+
+def _staleness(run: RunData) -> list[Statement]:
+    """Row 16: the gap grows with the age of a token."""
+    gaps = _gaps_by_age(run)
+    points = [(float(age), gap) for age, series in gaps.items() for gap in series.values]
+    line = fit_line(*zip(*points, strict=True)) if len(gaps) > 1 and len(points) >= _FEWEST_POINTS_OF_AGES else None
+    return _grows_with_age(run, gaps, line, "named" if len(gaps) > 2 else "likely")
+
+
+def _staleness_by_means(run: RunData) -> list[Statement]:
+    """Row 16 where nearly all tokens have one age, so that steps scatter more than ages do: the means of ages are on a line."""
+    gaps = _gaps_by_age(run)
+    means = [(float(age), math.fsum(series.values) / len(series)) for age, series in gaps.items()]
+    line = fit_line(*zip(*means, strict=True)) if len(means) > 2 else None
+    if len(means) == 2:
+        slope = (means[1][1] - means[0][1]) / (means[1][0] - means[0][0])
+        line = Line(slope, means[0][1] - slope * means[0][0], 1.0)
+    return _grows_with_age(run, gaps, line, "likely")
+
+
+def _grows_with_age(run: RunData, gaps: Mapping[int, Series], line: Line | None, confidence: Confidence) -> list[Statement]:
+    floor = mean_of(gaps[min(gaps)]) if gaps else None
+    if line is None or floor is None or line.r_squared <= LINEAR or line.slope <= 0:
         return []
-    floor = mean_of(mapped(youngest[min(youngest)], _root))
-    oldest = max(youngest)
-    if floor is None or line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
+    oldest = max(gaps)
+    if line.intercept + line.slope * oldest < BOUNDS.above_floor * floor.value:
         return []
     evidence = {"slope": line.slope, "r": line.r_squared, "floor": floor.value, "oldest": oldest}
     evidence["at"] = line.intercept + line.slope * oldest
@@ -265,7 +283,7 @@ def _staleness(run: RunData) -> list[Statement]:
             "The gap grows with the age of a token, {slope:.4f} nats per update: {floor:.4f} at the youngest, {at:.4f} at age "
             "{oldest:.0f} (r² {r:.2f})",
             evidence,
-            confidence="named" if len(youngest) > 2 else "likely",
+            confidence=confidence,
             steps=floor.steps,
             next_test="Correct it with token weights, or let the engines be fewer updates behind.",
             overrides=_no_lead(run),

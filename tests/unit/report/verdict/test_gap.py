@@ -220,6 +220,20 @@ def late(floor: float = 0.01, age: float = 0.0, shift: int = 1) -> dict[str, lis
     return {PPO_KL: moved, K3: k3, K1: k3, "rollout_corr/token_age_mean": [age] * STEPS}
 
 
+def test_row_16_where_all_tokens_but_those_of_the_first_step_have_one_age():
+    """One step off in the real loop (docs/experiment_log.md): sqrt(k3) of the fresh first step, and of tokens one update old."""
+    old = [0.06 * (1 + 0.5 * math.sin(2.4 * step)) for step in range(1, STEPS)]
+    series = {"rollout_corr/age_0_k3_kl": Series([1], [0.0042**2])}
+    series["rollout_corr/age_1_k3_kl"] = Series(list(range(2, STEPS + 1)), [gap**2 for gap in old])
+    run = planted({})
+    run.series = {**run.series, **series}
+    found = only(judge_gap(run))
+    assert (found.cause, found.confidence, found.row) == ("staleness", "likely", 16)
+    run.series = {**run.series, "rollout_corr/age_0_k3_kl": Series([1], [0.04**2])}
+    run._finite.clear()
+    assert only(judge_gap(run)).row != 16
+
+
 def test_row_19_the_gap_follows_the_update_before():
     found = only(judge_gap(planted(late())))
     assert (found.cause, found.level, found.confidence, found.row) == ("one version late", "fault", "likely", 19)
