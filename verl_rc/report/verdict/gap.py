@@ -55,8 +55,8 @@ def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is none."""
     faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
     if not faults:
-        rules = (_staleness, _weights_never_arrive, _one_version_late, _staleness_by_means, _missed_update, _large_from_the_start)
-        faults = next((found for rule in rules if (found := rule(run))), [])
+        rules = (_staleness, _weights_never_arrive, _one_version_late, _staleness_at_one_age, _missed_update)
+        faults = next((found for rule in (*rules, _large_from_the_start) if (found := rule(run))), [])
     return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
 
 
@@ -255,15 +255,18 @@ def _staleness(run: RunData) -> list[Statement]:
     return _grows_with_age(run, gaps, line, "named" if len(gaps) > 2 else "likely")
 
 
-def _staleness_by_means(run: RunData) -> list[Statement]:
-    """Row 16 where nearly all tokens have one age, so that steps scatter more than ages do: the means of ages are on a line."""
+def _staleness_at_one_age(run: RunData) -> list[Statement]:
+    """Row 16 where nearly all tokens have one age: the others are of the first steps, whose updates are no measure."""
     gaps = _gaps_by_age(run)
-    means = [(float(age), math.fsum(series.values) / len(series)) for age, series in gaps.items()]
-    line = fit_line(*zip(*means, strict=True)) if len(means) > 2 else None
-    if len(means) == 2:
-        slope = (means[1][1] - means[0][1]) / (means[1][0] - means[0][0])
-        line = Line(slope, means[0][1] - slope * means[0][0], 1.0)
-    return _grows_with_age(run, gaps, line, "likely")
+    if len(gaps) < 2:
+        return []
+    youngest, usual = min(gaps), max(gaps, key=lambda age: len(gaps[age]))
+    if usual == youngest:
+        return []
+    low, high = (math.fsum(gaps[age].values) / len(gaps[age]) for age in (youngest, usual))
+    slope = (high - low) / (usual - youngest)
+    kept = {age: gaps[age] for age in (youngest, usual)}
+    return _grows_with_age(run, kept, Line(slope, low - slope * youngest, 1.0), "likely")
 
 
 def _grows_with_age(run: RunData, gaps: Mapping[int, Series], line: Line | None, confidence: Confidence) -> list[Statement]:

@@ -234,6 +234,17 @@ def test_row_16_where_all_tokens_but_those_of_the_first_step_have_one_age():
     assert only(judge_gap(run)).row != 16
 
 
+def test_row_16_where_the_first_updates_were_the_largest():
+    """Four updates behind in the real loop: ages 1 to 3 came once each, and with larger gaps than age 4 has later."""
+    first = {0: 0.0045, 1: 0.163, 2: 0.283, 3: 0.386}
+    run = planted({})
+    late = {age: Series([age + 1], [gap**2]) for age, gap in first.items()}
+    late[4] = Series(list(range(5, STEPS + 1)), [0.26**2] * (STEPS - 4))
+    run.series = {**run.series, **{f"rollout_corr/age_{age}_k3_kl": series for age, series in late.items()}}
+    found = only(judge_gap(run))
+    assert (found.cause, found.confidence, found.evidence["oldest"]) == ("staleness", "likely", 4)
+
+
 def test_row_19_the_gap_follows_the_update_before():
     found = only(judge_gap(planted(late())))
     assert (found.cause, found.level, found.confidence, found.row) == ("one version late", "fault", "likely", 19)
