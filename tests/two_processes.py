@@ -11,8 +11,8 @@ def run_two_ranks(run_rank: Callable[..., None], *arguments: Any) -> None:
 
 
 def run_ranks(count: int, run_rank: Callable[..., None], *arguments: Any) -> None:
-    """``run_two_ranks`` for any number of ranks."""
-    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, *arguments)) for rank in range(count)]
+    """``run_rank(rank, *arguments)`` for ``count`` ranks at the same time; returns when all have ended without an error."""
+    ranks = [get_context("spawn").Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(count)]
     for process in ranks:
         process.start()
     for process in ranks:

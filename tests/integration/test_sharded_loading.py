@@ -87,7 +87,7 @@ def shards_and_scores(module: nn.Module, mesh: DeviceMesh, case: Case) -> dict[s
     tokens = make_tokens([1, 6, 3, 4], [7, 2, 0, 5])
     with torch.no_grad():
         found["scores"] = (
-            score_values(module, tokens, remove_padding=True)
+            score_values(module, tokens, ForwardOptions())
             if case.is_critic
             else score_tokens(module, tokens, ForwardOptions(1.0), with_entropy=False).log_probs
         )

@@ -1,4 +1,7 @@
-"""The group of all ranks of one role: splits rows by token count and returns results in the order of the rows."""
+"""The group of all ranks of one role: splits rows by token count and returns results in the order of the rows.
+
+Neighbouring ranks may share rows (sequence parallelism): they are given the same ones, and the first of them answers for all.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +15,7 @@ from verl_rc.cluster.placement import Placement
 from verl_rc.cluster.remote import Pending, ProcessLostError, RemoteProcess, wait_for_all, wait_timed
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
-from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
+from verl_rc.data.microbatch import MicroBatches, MicroBatchLimit, assign_rows
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatch, MiniBatchShare
 from verl_rc.workers.environment import LOOPBACK, trainer_environment
@@ -25,6 +28,8 @@ class RankGroup:
     """Name of the role in messages."""
     worker = ""
     """The class that every process of the group builds, as ``module:Class``; tests replace it by faulty ones."""
+    ranks_per_share = 1
+    """Ranks that share the tokens of their rows; ``build`` reads it from the configuration."""
 
     def __init__(self, placement: Placement) -> None:
         """Start one process per rank; ``build`` loads the model."""
@@ -37,11 +42,17 @@ class RankGroup:
 
     @property
     def num_ranks(self) -> int:
-        """Number of data-parallel ranks."""
+        """Number of ranks."""
         return len(self._ranks)
+
+    @property
+    def num_shares(self) -> int:
+        """Number of shares that rows are split into."""
+        return self.num_ranks // self.ranks_per_share
 
     def build(self, config: RunConfig, total_steps: int) -> list[Pending]:
         """Load and shard the model on every rank; returns at once."""
+        self.ranks_per_share = config.sequence_parallel_sizes[self.role]
         host, port = self.listen()
         addresses = [RankAddress(rank, self.num_ranks, host, port) for rank in range(self.num_ranks)]
         return [
@@ -91,15 +102,15 @@ class RankGroup:
 
     def score(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[list[Tensor]]:
         """Call ``method`` of the workers on all rows; returns float32 ``[B, R]`` tensors in the order of the rows."""
-        assigned = assign_rows(tokens.sequence_lengths.tolist(), self.num_ranks, limit)
         pending, owned = [], []
-        for process, micro_batches in zip(self._ranks, assigned, strict=True):
+        for share, micro_batches in enumerate(self._assign(tokens.sequence_lengths, limit)):
             place = _places(micro_batches)
             owned.append(rows := list(place))
-            pending.append(process.call(method, tokens[rows or [0]], _localised(micro_batches, place)))
+            arguments = tokens[rows or [0]], _localised(micro_batches, place)
+            pending += [process.call(method, *arguments) for process in self._ranks_of(share)]
         answers = wait_timed(pending)
         results = [torch.zeros(tokens.responses.shape) for _ in answers.result[0]]
-        for rows, part in zip(owned, answers.result, strict=True):
+        for rows, part in zip(owned, self._one_of_each_share(answers.result), strict=True):
             for result, values in zip(results, part, strict=True):
                 if rows:
                     result[rows] = values
@@ -113,25 +124,37 @@ class RankGroup:
     def split(
         self, batch: TrainBatch | CriticBatch, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit
     ) -> list[tuple[TrainBatch | CriticBatch, list[MiniBatchShare]]]:
-        """Return for each rank its rows, and its share of every mini-batch as indices into these rows."""
+        """Return for each share its rows, and its part of every mini-batch as indices into these rows."""
         shares = self._shares(batch.tokens.sequence_lengths, mini_batches, limit)
         parts = []
-        for rank in range(self.num_ranks):
-            own = [share[rank] for share in shares]
+        for number in range(self.num_shares):
+            own = [share[number] for share in shares]
             place = _places([rows for share in own for rows in share.micro_batches])
             local = [replace(share, micro_batches=_localised(share.micro_batches, place)) for share in own]
             parts.append((batch[list(place) or [0]], local))
         return parts
 
     def call_update(self, arguments: Sequence[tuple[Any, ...]]) -> Timed[list[Any]]:
-        """Call every rank's ``update`` with its own arguments; returns the answers in the order of ranks."""
-        return wait_timed([rank.call("update", *own) for rank, own in zip(self._ranks, arguments, strict=True)])
+        """Call ``update`` of all ranks of each share with the share's arguments; returns the shares' answers in their order."""
+        pending = [rank.call("update", *own) for share, own in enumerate(arguments) for rank in self._ranks_of(share)]
+        answers = wait_timed(pending)
+        return Timed(self._one_of_each_share(answers.result), answers.busy_seconds)
+
+    def _ranks_of(self, share: int) -> list[RemoteProcess]:
+        return self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]
+
+    def _one_of_each_share(self, answers: list[Any]) -> list[Any]:
+        """Answers of the first rank of each share: those of the others repeat them, and must not count twice."""
+        return answers[:: self.ranks_per_share]
+
+    def _assign(self, lengths: Tensor, limit: MicroBatchLimit) -> list[MicroBatches]:
+        return assign_rows(lengths.tolist(), self.num_shares, limit.shared_by(self.ranks_per_share))
 
     def _shares(self, lengths: Tensor, mini_batches: Sequence[MiniBatch], limit: MicroBatchLimit) -> list[list[MiniBatchShare]]:
-        """Each rank's share of each mini-batch, as row numbers of the whole batch."""
+        """Each share of each mini-batch, as row numbers of the whole batch."""
         shares = []
         for mini in mini_batches:
-            assigned = assign_rows(lengths[mini.rows].tolist(), self.num_ranks, limit)
+            assigned = self._assign(lengths[mini.rows], limit)
             counts = (mini.num_tokens, mini.num_sequences, mini.num_loss_tokens)
             shares.append(
                 [

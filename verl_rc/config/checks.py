@@ -14,7 +14,7 @@ from verl_rc.config.async_checks import check_async_training
 from verl_rc.config.errors import ConfigError
 from verl_rc.config.models import FsdpConfig, ReferenceConfig, torch_name
 from verl_rc.config.rollout import OWNED_ENGINE_ARGUMENTS, MultiTurnConfig, RolloutConfig
-from verl_rc.config.run import RunConfig
+from verl_rc.config.run import SEQUENCE_PARALLEL_KEYS, RunConfig
 
 
 def why_unwritable(folder: Path) -> str | None:
@@ -134,19 +134,23 @@ def _data(config: RunConfig) -> Iterator[str]:
 def _batch_arithmetic(config: RunConfig) -> Iterator[str]:
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     ranks, samples = config.num_ranks, config.actor_rollout_ref.rollout.n
-    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": mini}
-    if config.needs_critic and config.critic.ppo_mini_batch_size not in (None, mini):
-        minis["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
-    for key, size in minis.items():
+    minis = {"actor_rollout_ref.actor.ppo_mini_batch_size": (mini, "actor")}
+    sharing = config.sequence_parallel_sizes
+    critics = config.critic.ppo_mini_batch_size
+    if config.needs_critic and (critics != mini or sharing["critic"] < sharing["actor"]):
+        minis["critic.ppo_mini_batch_size"] = (critics, "critic")
+    for key, (size, role) in minis.items():
         if batch % size:
             yield (
                 f"data.train_batch_size must be a multiple of {key} (both count prompts), got {batch} and {size}. For example "
                 f"ppo_mini_batch_size={math.gcd(batch, size)}."
             )
-        if size * samples < ranks:
+        groups = ranks // sharing[role]
+        if size * samples < groups:
+            receivers = f"{ranks} trainer ranks" if groups == ranks else f"{groups} groups of {sharing[role]} trainer ranks"
             yield (
                 f"a mini-batch of {key} x rollout.n = {size} x {samples} = {size * samples} rows must give each of the "
-                f"{ranks} trainer ranks (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
+                f"{receivers} (trainer.nnodes x trainer.n_gpus_per_node) at least one row."
             )
     estimator = config.algorithm.estimator
     if config.algorithm.estimator_reads("values") and config.critic.enable is False:
@@ -264,44 +268,75 @@ def _overlong_penalty(config: RunConfig) -> Iterator[str]:
 
 
 def _token_budgets(config: RunConfig) -> Iterator[str]:
-    longest = config.longest_sequence
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    where = f"data.max_prompt_length + data.max_response_length = {longest}"
-    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
-        yield (
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu must hold the longest sequence ({where}), "
-            f"got {actor.ppo_max_token_len_per_gpu}."
-        )
-    forwards: dict[str, RolloutConfig | ReferenceConfig] = {"actor_rollout_ref.rollout": rollout}
-    if config.needs_reference:
-        forwards["actor_rollout_ref.ref"] = config.actor_rollout_ref.ref
-    for section, forward in forwards.items():
-        budget = forward.log_prob_max_token_len_per_gpu
-        is_the_actors = actor.use_dynamic_bsz and budget == actor.ppo_max_token_len_per_gpu
-        if forward.log_prob_use_dynamic_bsz and budget < longest and not is_the_actors:
-            yield f"{section}.log_prob_max_token_len_per_gpu must hold the longest sequence ({where}), got {budget}."
+    rollout, critic = config.actor_rollout_ref.rollout, config.critic
+    yield from _budgets_below_the_longest_row(config)
+    for section, (forward, _) in _scoring_passes(config).items():
         if not forward.log_prob_use_dynamic_bsz and forward.log_prob_micro_batch_size_per_gpu is None:
             yield (
                 f"log-prob micro-batches need a limit: pass {section}.log_prob_micro_batch_size_per_gpu=<rows> or "
                 f"{section}.log_prob_use_dynamic_bsz=True; neither was given."
             )
-    critic = config.critic
-    if config.needs_critic and critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu < longest:
-        yield (
-            f"critic.ppo_max_token_len_per_gpu must hold the longest sequence ({where}), got {critic.ppo_max_token_len_per_gpu}."
-        )
     if config.needs_critic and not critic.use_dynamic_bsz and critic.ppo_micro_batch_size_per_gpu is None:
         yield (
             "the critic's micro-batches need a limit: pass critic.ppo_micro_batch_size_per_gpu=<rows> or "
             "critic.use_dynamic_bsz=True; neither was given."
         )
-    if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        yield f"actor_rollout_ref.rollout.max_model_len must be at least {where}, got {rollout.max_model_len}."
+    if rollout.max_model_len is not None and rollout.max_model_len < config.longest_sequence:
+        yield f"actor_rollout_ref.rollout.max_model_len must be at least {_longest_row(config)}, got {rollout.max_model_len}."
     if rollout.response_length > config.data.max_response_length:
         yield (
             f"actor_rollout_ref.rollout.response_length must be at most data.max_response_length="
             f"{config.data.max_response_length}, got {rollout.response_length}."
         )
+
+
+def _budgets_below_the_longest_row(config: RunConfig) -> Iterator[str]:
+    actor, critic, sharing = config.actor_rollout_ref.actor, config.critic, config.sequence_parallel_sizes
+    budgets: dict[str, tuple[int, int]] = {}
+    if actor.use_dynamic_bsz:
+        budgets["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] = (actor.ppo_max_token_len_per_gpu, sharing["actor"])
+    for section, (forward, ranks) in _scoring_passes(config).items():
+        budget = (forward.log_prob_max_token_len_per_gpu, ranks)
+        if forward.log_prob_use_dynamic_bsz and budget not in budgets.values():  # one that follows the actor's is named once
+            budgets[f"{section}.log_prob_max_token_len_per_gpu"] = budget
+    if config.needs_critic and critic.use_dynamic_bsz:
+        budgets["critic.ppo_max_token_len_per_gpu"] = (critic.ppo_max_token_len_per_gpu, sharing["critic"])
+    for key, (tokens, ranks) in budgets.items():
+        if tokens * ranks < config.longest_sequence:
+            fitting = -(-config.longest_sequence // ranks)
+            shared = "" if ranks == 1 else f" on each of the {ranks} ranks that share a row. Pass {fitting}"
+            yield f"{key} must hold the longest sequence ({_longest_row(config)}), got {tokens}{shared}."
+
+
+def _longest_row(config: RunConfig) -> str:
+    return f"data.max_prompt_length + data.max_response_length = {config.longest_sequence}"
+
+
+def _scoring_passes(config: RunConfig) -> dict[str, tuple[RolloutConfig | ReferenceConfig, int]]:
+    """Limits of passes that only compute log-probs, with the ranks that share a micro-batch, by section."""
+    policy, sharing = config.actor_rollout_ref, config.sequence_parallel_sizes
+    passes: dict[str, tuple[RolloutConfig | ReferenceConfig, int]] = {
+        "actor_rollout_ref.rollout": (policy.rollout, sharing["actor"])
+    }
+    if config.needs_reference:
+        passes["actor_rollout_ref.ref"] = (policy.ref, sharing.get("reference", sharing["actor"]))
+    return passes
+
+
+def _sequence_parallel(config: RunConfig) -> Iterator[str]:
+    policy, ranks = config.actor_rollout_ref, config.num_ranks
+    packs = {"critic": ("critic.model", config.critic.model.use_remove_padding)}
+    for role, size in config.sequence_parallel_sizes.items():
+        key = SEQUENCE_PARALLEL_KEYS[role]
+        if ranks % size:
+            fitting = max(divisor for divisor in range(1, min(size, ranks) + 1) if ranks % divisor == 0)
+            yield (
+                f"{key}={size} must divide the {ranks} trainer ranks (trainer.nnodes x trainer.n_gpus_per_node): groups of so "
+                f"many share each micro-batch. Pass {fitting}."
+            )
+        section, packed = packs.get(role, ("actor_rollout_ref.model", policy.model.use_remove_padding))
+        if size > 1 and not packed:
+            yield f"{key}={size} divides packed tokens, but {section}.use_remove_padding=False was given; drop one of them."
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:
@@ -494,6 +529,7 @@ _CHECKS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _dynamic_sampling,
     _overlong_penalty,
     _token_budgets,
+    _sequence_parallel,
     _sampling,
     _engine_arguments,
     _multi_turn,

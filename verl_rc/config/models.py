@@ -90,6 +90,10 @@ class FsdpConfig(StrictModel):
     """Keep the weights in host memory while the model does not compute. Without effect on a CPU."""
     optimizer_offload: bool = False
     """The same for the optimizer's moments."""
+    ulysses_sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the tokens of each micro-batch (Ulysses): a rank computes an equal part of them, and in attention, after
+    an all-to-all, an equal part of the heads over all of them. It must divide the ranks and the attention heads. A micro-batch
+    then has that many times ``*_max_token_len_per_gpu`` tokens, and rows that many times longer fit."""
 
     def ranks_per_copy(self, ranks: int) -> int:
         """Ranks of ``ranks`` that share one copy of the weights."""
@@ -103,6 +107,13 @@ class LearnerFsdpConfig(FsdpConfig):
     """True: a rank adds up whole gradients, 4 bytes a weight, over the micro-batches of a mini-batch, and ranks reduce them once.
     False: ranks reduce them after every micro-batch and keep their shards of the sum, for more communication. null: once, unless
     the estimate of an update with whole gradients is above nine tenths of a GPU's memory. Without effect on one rank."""
+
+
+class ReferenceFsdpConfig(FsdpConfig):
+    """``ref.fsdp_config.*``."""
+
+    ulysses_sequence_parallel_size: int = follows("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", ge=1)
+    """Ranks that share the tokens of each micro-batch; it must divide the ranks and the attention heads."""
 
 
 class PolicyLossConfig(PolicyLossOptions):
@@ -236,7 +247,7 @@ class ReferenceConfig(StrictModel):
     """Hugging Face model folder or hub id."""
     strategy: Literal["fsdp", "fsdp2"] = "fsdp2"
     """Sharding; both names mean FSDP2 here."""
-    fsdp_config: FsdpConfig = FsdpConfig()
+    fsdp_config: ReferenceFsdpConfig = ReferenceFsdpConfig()
     """Sharding and precision; there is no optimizer to offload."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill log-prob micro-batches by tokens."""

@@ -157,6 +157,13 @@ class RayKwargsConfig(StrictModel):
     """Arguments of ``ray.init``."""
 
 
+SEQUENCE_PARALLEL_KEYS = {
+    role: f"{section}.fsdp_config.ulysses_sequence_parallel_size"
+    for role, section in (("actor", "actor_rollout_ref.actor"), ("critic", "critic"), ("reference", "actor_rollout_ref.ref"))
+}
+"""The key of ``RunConfig.sequence_parallel_sizes``, by role."""
+
+
 class ActorRolloutRefConfig(StrictModel):
     """``actor_rollout_ref.*``: the policy, how it is trained and how it is sampled."""
 
@@ -232,6 +239,17 @@ class RunConfig(StrictModel):
     def num_ranks(self) -> int:
         """Trainer ranks over all nodes."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def sequence_parallel_sizes(self) -> dict[str, int]:
+        """Ranks that share a micro-batch, of every role that the run has."""
+        policy = self.actor_rollout_ref
+        sizes = {"actor": policy.actor.fsdp_config.ulysses_sequence_parallel_size}
+        if self.needs_critic:
+            sizes["critic"] = self.critic.fsdp_config.ulysses_sequence_parallel_size
+        if self.has_reference_model:
+            sizes["reference"] = policy.ref.fsdp_config.ulysses_sequence_parallel_size
+        return sizes
 
     @property
     def num_trainer_roles(self) -> int:

@@ -41,6 +41,10 @@ class MicroBatchLimit:
         if (self.max_rows is None) == (self.max_tokens is None):
             raise ValueError(f"a micro-batch is limited by rows or by tokens, got {self}.")
 
+    def shared_by(self, ranks: int) -> "MicroBatchLimit":
+        """The limit of a micro-batch whose tokens ``ranks`` ranks share: each has as many tokens as it would have alone."""
+        return self if self.max_tokens is None else MicroBatchLimit(max_tokens=self.max_tokens * ranks)
+
 
 def assign_rows(lengths: Sequence[int], num_ranks: int, limit: MicroBatchLimit) -> list[MicroBatches]:
     """Give every row to one rank and cut each rank's rows into micro-batches.

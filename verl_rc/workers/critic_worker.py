@@ -8,11 +8,12 @@ from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, TokenBatch
 from verl_rc.distributed.fsdp import sharding_mesh
 from verl_rc.distributed.process_group import RankAddress, join_trainer_group, trainer_device
+from verl_rc.distributed.sequence_parallel import divide_ranks
 from verl_rc.losses import Aggregation
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import Objective, value_objective
-from verl_rc.workers.forward import score_values
+from verl_rc.workers.forward import ForwardOptions, score_values
 from verl_rc.workers.language_model import load_value_model, torch_dtype
 from verl_rc.workers.micro_batches import ObjectiveTotals, accumulate_gradients, score_sequences, select_sequences
 from verl_rc.workers.sharded_model import Learner, LearningOptions, ShardedModel
@@ -40,6 +41,8 @@ class CriticWorker(Learner):
         whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
         learning = LearningOptions(self._config.optim, total_steps, self._config.checkpoint.async_save, whole_gradients)
         self.model = ShardedModel(module, mesh, fsdp, learning)
+        _, sharing = divide_ranks(mesh, fsdp.ulysses_sequence_parallel_size)
+        self._forward = ForwardOptions(remove_padding=model.use_remove_padding, ranks=sharing)
         self._loss_scale_factor = float(config.data.max_response_length)
 
     def compute_values(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -78,4 +81,4 @@ class CriticWorker(Learner):
         accumulate_gradients(self.model, share.micro_batches, compute_objective, self._address.world_size, totals)
 
     def _values(self, tokens: TokenBatch) -> Tensor:
-        return score_values(self.model.module, tokens, self._config.model.use_remove_padding)
+        return score_values(self.model.module, tokens, self._forward)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from verl_rc.data.batches import TokenBatch, TokenScores, positions_mask
+from verl_rc.distributed.sequence_parallel import SequenceParallel
 from verl_rc.tensor_ops import ScoreOptions
 from verl_rc.workers.scoring_head import PredictedTokens, score_predicted
 
@@ -25,9 +26,11 @@ class PackedLayout:
     """int64 ``[N]``: position within the own sequence, restarting at 0."""
     num_sequences: int
     max_length: int
+    ranks: SequenceParallel | None = None
+    """The ranks that share the tokens; None: this rank has all of them."""
 
     @classmethod
-    def from_lengths(cls, lengths: Tensor) -> "PackedLayout":
+    def from_lengths(cls, lengths: Tensor, ranks: SequenceParallel | None = None) -> "PackedLayout":
         """Lay out sequences of ``lengths`` (int64 ``[S]``, tokens, each at least 1) one after the other."""
         if lengths.ndim != 1 or lengths.numel() == 0 or int(lengths.min()) < 1:
             raise ValueError(f"packing needs a list of sequence lengths >= 1, got {lengths.tolist()}.")
@@ -35,7 +38,7 @@ class PackedLayout:
         rows = torch.repeat_interleave(torch.arange(num_sequences, device=lengths.device), lengths)
         starts = lengths.cumsum(0) - lengths
         positions = torch.arange(rows.numel(), device=lengths.device) - starts[rows]
-        return cls(rows * max_length + positions, positions, num_sequences, max_length)
+        return cls(rows * max_length + positions, positions, num_sequences, max_length, ranks)
 
 
 def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
@@ -54,9 +57,9 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
 
-    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens. Rows are padded on the right, where a
-    causal mask alone keeps padding out of every real token's sight. Without a layout it is plain padded attention. transformers
-    calls it through its ``AttentionInterface``, whose signature it must have.
+    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part of them. Rows are
+    padded on the right, where a causal mask alone keeps padding out of every real token's sight. Without a layout it is plain
+    padded attention. transformers calls it through its ``AttentionInterface``, whose signature it must have.
 
     Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result, which are not built.
     """
@@ -75,6 +78,9 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
         )
         return output.transpose(1, 2).contiguous(), None
     rows, width, index = packed_layout.num_sequences, packed_layout.max_length, packed_layout.grid_index
+    ranks = packed_layout.ranks
+    if ranks is not None:
+        query, key, value = (part[:, :, : index.numel()] for part in ranks.heads_of_all_tokens(query, key, value))
 
     # Padded for attention only, which took a third of the time of a block mask over all
     # packed tokens, whose cost grows with the square of their number.
@@ -88,7 +94,8 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
         to_grid(query), to_grid(key), to_grid(value), dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
     )
     flat = output.transpose(1, 2).reshape(rows * width, output.shape[1], output.shape[3])
-    return flat.index_select(0, index)[None], None
+    attended = flat.index_select(0, index)[None]
+    return attended if ranks is None else ranks.tokens_of_all_heads(attended), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
@@ -105,17 +112,20 @@ def packed_logits(model: nn.Module, token_ids: Tensor, lengths: Tensor | list[in
     return logits[0]
 
 
-def packed_inputs(token_ids: Tensor, lengths: Tensor | list[int]) -> dict[str, Any]:
-    """Arguments of a model's forward pass over packed sequences.
+def packed_inputs(token_ids: Tensor, lengths: Tensor | list[int], ranks: SequenceParallel | None = None) -> dict[str, Any]:
+    """Arguments of a model's forward pass over packed sequences, or over this rank's part of their tokens.
 
     ``token_ids`` is int64 ``[N]``, sequences one after the other; ``lengths`` int64 ``[S]`` their token counts (sum N).
     """
-    layout = PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device))
+    layout = PackedLayout.from_lengths(torch.as_tensor(lengths, device=token_ids.device), ranks)
     if layout.grid_index.numel() != token_ids.numel():
         raise ValueError(f"lengths must sum to the number of tokens {token_ids.numel()}, got {layout.grid_index.numel()}.")
+    own_ids, own_places = (
+        tokens if ranks is None else ranks.own_tokens(tokens) for tokens in (token_ids, layout.position_ids)
+    )
     return {
-        "input_ids": token_ids[None],
-        "position_ids": layout.position_ids[None],
+        "input_ids": own_ids[None],
+        "position_ids": own_places[None],
         "attention_mask": None,
         "use_cache": False,
         "packed_layout": layout,
@@ -135,12 +145,14 @@ def padded_inputs(token_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
 class ForwardOptions:
     """How a forward pass runs. Except for the temperature, results depend on it by rounding only."""
 
-    temperature: float
+    temperature: float = 1.0
     """Logits are divided by it, as the sampler does."""
     remove_padding: bool = True
     """Pack real tokens of all rows instead of padding every row to the longest."""
     entropy_gradient: bool = True
     """Whether entropies carry a gradient; without one they are only looked at."""
+    ranks: SequenceParallel | None = None
+    """The ranks that share the tokens of a micro-batch, which must be packed; None: every rank has micro-batches of its own."""
 
 
 def score_tokens(
@@ -148,28 +160,45 @@ def score_tokens(
 ) -> TokenScores:
     """Log-probs of the response tokens under a language model: position t is read from the hidden state one to its left."""
     packed = PackedSequences.from_tokens(tokens)
-    if options.remove_padding:
-        inputs, positions = packed_inputs(packed.token_ids, packed.lengths), packed.predictors
-    else:
-        inputs, real = _padded(packed)
-        positions = real.flatten().nonzero()[:, 0][packed.predictors]
+    inputs, predictors = packed.model_inputs(options)
     # Row by row and from left to right, the order in which nonzero() lists the predictors.
     targets = tokens.responses[packed.is_response]
     wanted = ScoreOptions(options.temperature, with_entropy, options.entropy_gradient, with_sum_pi_squared)
-    log_probs, *further = score_predicted(model, PredictedTokens(positions, targets, wanted), **inputs)
-    return TokenScores(packed.to_grid(log_probs), *(None if values is None else packed.to_grid(values) for values in further))
+    predicted = PredictedTokens(predictors.positions, predictors.select(targets), wanted)
+    log_probs, *further = score_predicted(model, predicted, **inputs)
+
+    def everywhere(own: Tensor) -> Tensor:
+        return packed.to_grid(predictors.gather(own))
+
+    return TokenScores(everywhere(log_probs), *(None if values is None else everywhere(values) for values in further))
 
 
-def score_values(model: nn.Module, tokens: TokenBatch, remove_padding: bool) -> Tensor:
+def score_values(model: nn.Module, tokens: TokenBatch, options: ForwardOptions) -> Tensor:
     """The critic's value before each response token, float32 ``[B, R]``, read one position to its left; 0 on padding."""
     packed = PackedSequences.from_tokens(tokens)
-    if remove_padding:
-        outputs = packed_logits(model, packed.token_ids, packed.lengths)[packed.predictors]
-    else:
-        inputs, real = _padded(packed)
-        outputs = model(**inputs).logits[real][packed.predictors]
+    inputs, predictors = packed.model_inputs(options)
+    outputs = model(**inputs).logits.flatten(0, 1)[predictors.positions, 0]
     # float32 before the loss: returns of hundreds have steps of 1 or more in bfloat16.
-    return packed.to_grid(outputs[:, 0].float())
+    return packed.to_grid(predictors.gather(outputs.float()))
+
+
+@dataclass(frozen=True)
+class Predictors:
+    """Where the outputs lie that predict the K response tokens of a micro-batch, on this rank."""
+
+    positions: Tensor
+    """int64 ``[K]``, or those of this rank's part: places in the model's output, counted over all rows."""
+    ranks: SequenceParallel | None = None
+    is_own: Tensor | None = None
+    """bool ``[K]``: which of the response tokens this rank predicts; None: all."""
+
+    def select(self, values: Tensor) -> Tensor:
+        """Those of ``values`` ``[K]`` that belong to this rank's predictions."""
+        return values if self.is_own is None else values[self.is_own]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """What all ranks predict ``[K]``, from this rank's part."""
+        return values if self.ranks is None or self.is_own is None else self.ranks.gather(values, self.is_own)
 
 
 @dataclass(frozen=True)
@@ -195,6 +224,17 @@ class PackedSequences:
         response_token = torch.cat([torch.zeros_like(is_prompt), is_response], dim=-1)[real]
         # A causal model predicts a token at the position before it.
         return cls(token_ids, tokens.sequence_lengths, response_token.nonzero()[:, 0] - 1, is_response)
+
+    def model_inputs(self, options: ForwardOptions) -> tuple[dict[str, Any], Predictors]:
+        """Arguments of the model's forward pass, and where its outputs predict response tokens."""
+        if not options.remove_padding:
+            inputs, real = _padded(self)
+            return inputs, Predictors(real.flatten().nonzero()[:, 0][self.predictors])
+        inputs = packed_inputs(self.token_ids, self.lengths, options.ranks)
+        if options.ranks is None:
+            return inputs, Predictors(self.predictors)
+        is_own, positions = options.ranks.own_positions(self.predictors, self.token_ids.numel())
+        return inputs, Predictors(positions, options.ranks, is_own)
 
     def to_grid(self, values: Tensor) -> Tensor:
         """``values`` ``[K]`` at their places in ``[B, R]``, 0 elsewhere."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from transformers.distributed import DistributedConfig
 
 from verl_rc.config.models import model_source, torch_name
-from verl_rc.config.run import RunConfig
+from verl_rc.config.run import SEQUENCE_PARALLEL_KEYS, RunConfig
 from verl_rc.distributed.fsdp import cut_parameters
 from verl_rc.distributed.process_group import DeviceMesh
 from verl_rc.workers.forward import PACKED_ATTENTION, attention_problem
@@ -123,11 +123,20 @@ def unsupported_attention(config: RunConfig, path: str, trust_remote_code: bool)
 
     A reward model computes its own.
     """
-    trained = {config.actor_rollout_ref.model.path, config.critic.model.path, config.actor_rollout_ref.ref.model_path}
-    if path not in trained:
+    policy = config.actor_rollout_ref
+    trained = {"actor": policy.model.path, "critic": config.critic.model.path, "reference": policy.ref.model_path}
+    if path not in trained.values():
         return None
     source = AutoConfig.from_pretrained(model_source(path), trust_remote_code=trust_remote_code)
-    return attention_problem(source, config.longest_sequence)
+    problems = [attention_problem(source, config.longest_sequence)]
+    for role, size in config.sequence_parallel_sizes.items():
+        if trained[role] == path and size > 1 and (heads := source.get_text_config().num_attention_heads) % size:
+            largest = max(count for count in range(1, size) if heads % count == 0 and config.num_ranks % count == 0)
+            problems.append(
+                f"{SEQUENCE_PARALLEL_KEYS[role]}={size} must divide its {heads} attention heads: pass {largest}, and lengths "
+                "whose part of a row then fits"
+            )
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _model_source(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[str, dict[str, Any]]:

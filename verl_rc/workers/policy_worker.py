@@ -20,6 +20,7 @@ from verl_rc.distributed.process_group import (
     leave_trainer_group,
     trainer_device,
 )
+from verl_rc.distributed.sequence_parallel import divide_ranks
 from verl_rc.losses import Aggregation, CovarianceStatistics
 from verl_rc.metrics import Metric, Reduction
 from verl_rc.ppo.choices import covariance_loss_name
@@ -82,10 +83,13 @@ class PolicyWorker(Learner):
         whole_gradients = fsdp.use_no_sync_for_gradient_accumulation is not False
         learning = LearningOptions(self._actor.optim, total_steps, self._actor.checkpoint.async_save, whole_gradients)
         self.model = ShardedModel(add_adapters(module, model_config), shards, fsdp, learning)
+        # Rows are spread over this mesh: ranks that share tokens have the same rows.
+        self._data_parallel, sharing = divide_ranks(self._mesh, fsdp.ulysses_sequence_parallel_size)
         self._forward = ForwardOptions(
             config.actor_rollout_ref.rollout.temperature,
             model_config.use_remove_padding,
             entropy_gradient=self._actor.entropy_coeff != 0,
+            ranks=sharing,
         )
         self._weights_in_use = ExitStack()
         self._statistics_seconds = 0.0
@@ -127,7 +131,7 @@ class PolicyWorker(Learner):
         Raises, before the weights change: ``SyncProofError`` and ``NonFiniteLogProbError`` (where the actor corrects: the current
         log-probs are the first that can be compared with the engine's).
         """
-        correction = ActorCorrection(request, self._mesh) if self._correction.in_actor else None
+        correction = ActorCorrection(request, self._data_parallel) if self._correction.in_actor else None
         totals, kept_tokens, gap = ObjectiveTotals("actor", len(request.mini_batches)), [], None
         self._statistics_seconds = 0.0
         with self.model.in_use(with_optimizer=True) as module:
@@ -215,7 +219,7 @@ class PolicyWorker(Learner):
             part, log_probs = self._current_log_probs(batch, rows)
             corrected = part if correction is None else correction.preview(part, log_probs)
             seen.append(covariance_inputs(corrected, log_probs, self._actor))
-        over_ranks, from_ranks = partial(all_reduce_sum, mesh=self._mesh), partial(all_gather_vector, mesh=self._mesh)
+        over_ranks, from_ranks = (partial(how, mesh=self._data_parallel) for how in (all_reduce_sum, all_gather_vector))
         statistics = covariance_statistics(name, seen, over_ranks, from_ranks)
         self._statistics_seconds += time.perf_counter() - started
         return statistics
@@ -276,7 +280,8 @@ class ReferenceWorker:
             mesh=mesh,
         )
         self.model = ShardedModel(module, mesh, reference.fsdp_config, learning=None)
-        self._forward = ForwardOptions(config.actor_rollout_ref.rollout.temperature, model.use_remove_padding)
+        _, sharing = divide_ranks(mesh, reference.fsdp_config.ulysses_sequence_parallel_size)
+        self._forward = ForwardOptions(config.actor_rollout_ref.rollout.temperature, model.use_remove_padding, ranks=sharing)
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
         """Log-probs ``[B, R]`` of the given rows' response tokens."""

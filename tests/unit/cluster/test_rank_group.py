@@ -30,9 +30,10 @@ class LengthRank:
         return [answer]
 
 
-def group_of(ranks: int) -> RankGroup:
+def group_of(ranks: int, sharing: int = 1) -> RankGroup:
     group = RankGroup.__new__(RankGroup)
     group._ranks = [LengthRank() for _ in range(ranks)]  # type: ignore[misc]
+    group.ranks_per_share = sharing
     return group
 
 
@@ -78,3 +79,27 @@ def test_a_rank_whose_node_is_gone_is_lost_with_it(monkeypatch: pytest.MonkeyPat
     nodes[1]["Alive"] = False
     with pytest.raises(ProcessLostError, match=r"the node of actor rank on two has left the cluster\. Start Ray"):
         group.require_nodes()
+
+
+class EchoRank:
+    """Answers with its number and what it was given."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def call(self, method: str, *arguments: object) -> tuple[int, object]:
+        return self.number, arguments
+
+
+def test_ranks_that_share_rows_get_the_same_and_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: list[list[tuple[int, object]]] = []
+    monkeypatch.setattr(rank_group, "wait_timed", lambda pending: answered.append(pending) or Timed(pending, 0.5))
+    batch, group = make_train_batch(LENGTHS), group_of(4, sharing=2)
+    assert group.score("lengths", batch.tokens, LIMITS[0]).result[0][:, 0].tolist() == LENGTHS
+    group._ranks = [EchoRank(number) for number in range(4)]  # type: ignore[misc]
+    mini_batches = plan_mini_batches(batch.response_mask, batch.loss_mask, MiniBatchOptions(6, 1, shuffle=False, seed=1))
+    parts = group.split(batch, mini_batches, MicroBatchLimit(max_tokens=14))
+    assert [number for number, _ in group.call_update(parts).result] == [0, 2]
+    assert [given for _, given in answered[-1]] == [parts[0], parts[0], parts[1], parts[1]]
+    lengths = [[int(rows.tokens.sequence_lengths[list(part)].sum()) for part in own[0].micro_batches] for rows, own in parts]
+    assert 14 < max(map(max, lengths)) <= 28  # tokens of two ranks

@@ -160,6 +160,7 @@ DEVICES: list[Mistake] = [
     (f"trainer.nnodes=64 {ROLLOUT}.n=2", f"{ACTOR}.ppo_mini_batch_size", "at least one row", "= 32 rows", "trainer.nnodes"),
     (f"{ACTOR}.fsdp_config.fsdp_size=3 trainer.nnodes=4", "fsdp_size", "must divide the 4 trainer ranks", "got 3", "Pass 2"),
     (f"{ACTOR}.fsdp_config.fsdp_size=0", "fsdp_size", "must divide the 1 trainer ranks", "got 0", "Pass 1"),
+    (f"{ACTOR}.ulysses_sequence_parallel_size=4", "ulysses_sequence_parallel_size", "divide the 1 trainer ranks", "=4", "Pass 1"),
 ]
 
 LEGACY: list[Mistake] = [
@@ -173,7 +174,6 @@ LEGACY: list[Mistake] = [
     ("reward_model.enable=True", "reward_model.enable", "it moved", "=True", "write reward.reward_model.enable"),
     (f"{ACTOR}.tis_imp_ratio_cap=2", "tis_imp_ratio_cap", "earlier verl release", "=2", f"{CORRECTION}.rollout_is=token"),
     (f"{ACTOR}.ppo_micro_batch_size=64", "ppo_micro_batch_size", "rows of all ranks", "=64", "write actor_rollout_ref"),
-    (f"{ACTOR}.ulysses_sequence_parallel_size=4", "ulysses_sequence_parallel_size", "is not built", "=4", "write 1"),
     (f"{MODEL}.use_liger=True", f"{MODEL}.use_liger", "are not built", "=True", "drop it"),
     (
         "trainer.v1.trainer_mode=colocate_async",

@@ -126,6 +126,10 @@ MOVED = {
     "actor_rollout_ref.actor.policy_loss.tau_neg": "actor_rollout_ref.actor.tau_neg",
     "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding",
     "actor_rollout_ref.ref.model.path": "actor_rollout_ref.ref.model_path",
+    **{
+        f"{role}.ulysses_sequence_parallel_size": f"{role}.fsdp_config.ulysses_sequence_parallel_size"
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+    },
     "critic.fsdp": "critic.fsdp_config",
     "critic.model.fsdp_config": "critic.fsdp_config",
     "rollout.n": "actor_rollout_ref.rollout.n",

@@ -48,11 +48,6 @@ _FSDP_LEAVES = {
     "use_orig_params": Refusal("FSDP2 has no flattened parameters; drop it", _EITHER),
     "seed": Refusal("all random numbers follow trainer.seed; write that", (42,)),
     "full_determinism": Refusal("it is not built; write False", _OFF),
-    "ulysses_sequence_parallel_size": Refusal(
-        "sequence parallelism is not built; write 1, and lower the token budgets "
-        "(ppo_max_token_len_per_gpu) where memory is short",
-        (1, None),
-    ),
     "entropy_from_logits_with_chunking": Refusal("entropy is always computed in chunks; drop it", _EITHER),
     "entropy_from_logits_chunk_size": Refusal("the size of chunks follows the vocabulary; drop it", (2048, None)),
     "entropy_checkpointing": Refusal("entropy is always computed again in the backward pass; drop it", _EITHER),
@@ -74,7 +69,6 @@ _WORKER_LEAVES = {
     "profiler": Refusal(_PROFILER, _OFF, switch="enable"),
     "qat": Refusal(_QAT, _OFF, switch="enable"),
     "data_loader_seed": Refusal("the order of mini-batches follows trainer.seed; write that", (42, 1, None)),
-    "ulysses_sequence_parallel_size": _FSDP_LEAVES["ulysses_sequence_parallel_size"],
     "entropy_from_logits_with_chunking": _FSDP_LEAVES["entropy_from_logits_with_chunking"],
     "entropy_from_logits_chunk_size": _FSDP_LEAVES["entropy_from_logits_chunk_size"],
     "entropy_checkpointing": _FSDP_LEAVES["entropy_checkpointing"],

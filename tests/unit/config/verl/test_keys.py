@@ -65,7 +65,7 @@ def test_one_option_given_twice_must_say_the_same() -> None:
 
 
 def test_an_accepted_default_leaves_nothing_behind() -> None:
-    given = nested(**{"actor_rollout_ref/actor/ulysses_sequence_parallel_size": 1, "trainer/use_v1": True})
+    given = nested(**{"actor_rollout_ref/actor/pad_to_length": False, "trainer/use_v1": True})
     assert translate_tree(given).tree == {}
 
 
@@ -105,11 +105,11 @@ def test_values_by_their_names_in_verl(key: str, theirs: Any, ours: Any) -> None
 
 
 def test_refusals_for_one_reason_are_one_message() -> None:
-    sizes = {f"actor_rollout_ref/{role}/ulysses_sequence_parallel_size": 2 for role in ("actor", "ref")}
+    switches = {f"actor_rollout_ref/{role}/pad_to_length": True for role in ("actor", "ref")}
     with pytest.raises(ConfigError) as caught:
-        translate_tree(nested(**sizes))
+        translate_tree(nested(**switches))
     assert len(str(caught.value).splitlines()) == 1
-    assert "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2 are refused" in str(caught.value)
+    assert "actor_rollout_ref.ref.pad_to_length=True are refused" in str(caught.value)
 
 
 def test_the_message_of_a_renamed_key_can_be_pasted() -> None:

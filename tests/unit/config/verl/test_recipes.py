@@ -134,6 +134,7 @@ OTHER_DEFAULTS = {
     **{f"critic.model.{leaf}": "follows the actor's model" for leaf in ("path", "trust_remote_code", "use_remove_padding")},
     "critic.model.enable_gradient_checkpointing": "follows the actor's model",
     "critic.checkpoint.async_save": "follows the actor",
+    "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": "follows the actor's, as verl's older name does",
     "actor_rollout_ref.rollout.load_format": "the trainer's weights come before the first sample either way",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "the temperature decides, as it does in verl",
     "data.dataloader_num_workers": "fastest for text",

@@ -1,0 +1,195 @@
+"""Ranks that share the tokens of their micro-batches compute what one rank computes: scores, losses, gradients, statistics."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_checkpoints import whole
+from small_models import free_port, make_train_batch, small_run_config, write_small_model
+from two_processes import run_ranks
+
+from verl_rc.config.rollout_correction import RolloutCorrectionConfig
+from verl_rc.data.batches import CriticBatch, TrainBatch
+from verl_rc.distributed.process_group import RankAddress
+from verl_rc.metrics import reduce_metrics
+from verl_rc.ppo.mini_batches import MiniBatchShare
+from verl_rc.workers.actor_correction import ActorCorrection
+from verl_rc.workers.critic_worker import CriticWorker
+from verl_rc.workers.micro_batches import ObjectiveTotals
+from verl_rc.workers.policy_worker import PolicyWorker, ReferenceWorker
+from verl_rc.workers.updates import UpdateRequest
+
+LENGTHS = [7, 2, 5, 0, 1, 6, 7, 3]
+"""Of responses; prompts have 1 to 6 tokens. Micro-batches have 20, 4, 6 and 25: one rank makes all predictions of the third."""
+REJECTED = (2, 6)
+SPLITS = {1: [[[0, 1, 2], [3], [4], [5, 6, 7]]], 2: [[[0, 1], [2, 3]], [[4, 5, 6, 7], []]]}
+"""Micro-batches of each share of the rows."""
+BYPASS = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
+RULE = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.97_1.03"}
+CORRECTIONS: dict[str, dict[str, object]] = {
+    "decoupled": {},
+    "bypass": {**BYPASS, **RULE},
+    "bypass, normalised": {**BYPASS, **RULE, "rollout_is_batch_normalize": True},
+    "bypass, kept": {**BYPASS, **RULE, "rejection_denominator": "kept"},
+    "clip_cov": {},
+}
+ACTOR, KEY = "actor_rollout_ref.actor", "fsdp_config.ulysses_sequence_parallel_size"
+ADAPTERS = ("actor_rollout_ref.model.lora_rank=2",)
+CHECKPOINTS = ("actor_rollout_ref.model.enable_gradient_checkpointing=True",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to run, and the one rank that it must equal."""
+
+    ranks: int
+    sharing: int
+    overrides: tuple[str, ...] = ()
+
+
+CASES = {
+    "two ranks": Case(2, 2),
+    "adapters": Case(2, 2, ADAPTERS),
+    "more ranks than heads of keys": Case(4, 4),
+    "two groups of two, with checkpointing": Case(4, 2, CHECKPOINTS),
+}
+ALONE = (Case(1, 1), Case(1, 1, ADAPTERS))
+Found = dict[str, Any]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 difference."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def gradients(module: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([whole(p.grad).flatten() for p in module.parameters() if p.grad is not None])
+
+
+def share_of(batch: TrainBatch, micro_batches: list[list[int]]) -> MiniBatchShare:
+    counted = batch.response_mask.sum(-1)
+    return MiniBatchShare(micro_batches, int(counted.sum()), int((counted > 0).sum()), int(batch.loss_mask.sum()))
+
+
+def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
+    """What actor, critic and reference compute on one of the ranks."""
+    sizes = [f"{role}.{KEY}={case.sharing}" for role in (ACTOR, "critic")]
+    learns = ("critic.enable=True", f"{ACTOR}.entropy_coeff=0.05", f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.optim.lr=0.01")
+    precision = [f"{role}.fsdp_config.dtype=float32" for role in ("critic", "actor_rollout_ref.ref")]
+    full = "algorithm.rollout_correction.diagnostics=full"
+    ranks = f"trainer.n_gpus_per_node={case.ranks}"
+    batches = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8")
+    config = small_run_config(folder, ranks, *batches, *sizes, *learns, *precision, full, *case.overrides)
+    addresses = [RankAddress(rank, case.ranks, "127.0.0.1", port) for port in ports]
+    micro_batches = SPLITS[case.ranks // case.sharing][rank // case.sharing]
+    torch.manual_seed(3)
+    actor = PolicyWorker(config, addresses[0], total_steps=10)
+    for name, parameter in actor.model.module.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.constant_(parameter.detach().to_local(), 0.1)  # type: ignore[attr-defined]
+    found = actor_numbers(actor, micro_batches)
+    actor.close()
+    if case.overrides == ADAPTERS:
+        return found
+    critic = CriticWorker(config, addresses[1], total_steps=10)
+    head = critic.model.module.get_submodule("score").weight
+    torch.nn.init.constant_(head.detach().to_local(), 0.3)  # type: ignore[union-attr, operator]
+    found |= critic_numbers(critic, micro_batches)
+    critic.close()
+    reference = ReferenceWorker(config, addresses[2], total_steps=10)
+    found["reference"] = reference.compute_log_probs(make_train_batch(LENGTHS).tokens, micro_batches)[0]
+    reference.close()
+    return found
+
+
+def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found:
+    tokens = make_train_batch(LENGTHS).tokens
+    scores = worker.compute_log_probs(tokens, micro_batches)
+    found: Found = dict(zip(("log-probs", "entropies", "sums of squares"), scores, strict=True))
+    if any(".lora_" in name for name, _ in worker.model.module.named_parameters()):
+        found["without adapters"] = worker.compute_reference_log_probs(tokens, micro_batches)[0]
+    everything = worker.compute_log_probs(tokens, [list(range(len(LENGTHS)))])[0]  # the same on all ranks
+    worker.model.module.train()
+    for name, fields in CORRECTIONS.items():
+        worker._correction = RolloutCorrectionConfig.model_validate({**fields, "diagnostics": "full"})
+        loss = {"loss_mode": name, "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0} if name == "clip_cov" else {}
+        chosen = type(worker._actor.policy_loss).model_validate(loss)
+        worker._actor = worker._actor.model_copy(update={"policy_loss": chosen})
+        bypass = worker._correction.bypass_mode
+        batch = make_train_batch(LENGTHS, () if bypass else REJECTED)
+        near = everything + 0.1 * torch.randn(everything.shape, generator=torch.Generator().manual_seed(7))
+        batch.ref_log_prob = torch.where(batch.response_mask, near, 0.0)
+        if bypass:
+            batch.rollout_log_probs = batch.old_log_probs = batch.ref_log_prob
+        correction = ActorCorrection(UpdateRequest(worker._correction, 0), worker._data_parallel) if bypass else None
+        totals = ObjectiveTotals("actor", 1)
+        worker.accumulate(batch, share_of(batch, micro_batches), totals, correction)
+        found[f"{name}: gradients"] = gradients(worker.model.module)
+        found[f"{name}: metrics"] = totals.metrics(is_first_rank=worker._address.rank == 0)
+        if correction is not None:
+            found[f"{name}: statistics"] = correction.statistics().sums
+            found[f"{name}: signatures"] = correction.signatures().sums  # type: ignore[union-attr]
+            found[f"{name}: gap"] = torch.tensor([correction.gap().mean, correction.gap().maximum])
+        worker.model.discard_gradients()
+    return found
+
+
+def critic_numbers(worker: CriticWorker, micro_batches: list[list[int]]) -> Found:
+    batch = make_train_batch(LENGTHS)
+    (values,) = worker.compute_values(batch.tokens, micro_batches)
+    targets = torch.where(batch.response_mask, torch.linspace(-3.0, 3.0, 56).view(8, 7), 0.0)
+    rows = CriticBatch(batch.tokens, batch.response_mask, torch.zeros_like(targets), targets, batch_size=[8])
+    worker.model.module.train()
+    totals = ObjectiveTotals("critic", 1)
+    worker.accumulate(rows, share_of(batch, micro_batches), totals)
+    metrics = totals.metrics(is_first_rank=worker._address.rank == 0)
+    return {"values": values, "values: gradients": gradients(worker.model.module), "values: metrics": metrics}
+
+
+def run_rank(rank: int, folder: Path, ports: list[int]) -> None:
+    torch.set_num_threads(1)
+    found = {}
+    for index, (name, case) in enumerate(CASES.items()):
+        if rank < case.ranks:
+            found[name] = run_case(case, rank, folder, ports[3 * index : 3 * index + 3])
+    torch.save(found, folder / f"found_{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
+    folder = write_small_model(tmp_path_factory.mktemp("model"))
+    run_ranks(4, run_rank, folder, [free_port() for _ in range(3 * len(CASES))])
+    return folder, [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def alone(shared: tuple[Path, list[Found]]) -> dict[tuple[str, ...], Found]:
+    weights, adapters = (run_case(case, 0, shared[0], [free_port() for _ in range(3)]) for case in ALONE)
+    return {(): weights, CHECKPOINTS: weights, ADAPTERS: adapters}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_equal_those_of_one_rank(
+    shared: tuple[Path, list[Found]], alone: dict[tuple[str, ...], Found], name: str
+) -> None:
+    case = CASES[name]
+    expected = alone[case.overrides]
+    ranks = [found[name] for found in shared[1][: case.ranks]]
+    wrong = {}
+    for what, numbers in expected.items():
+        if isinstance(numbers, torch.Tensor):
+            shares = [rank[what] for rank in ranks]
+            if numbers.shape == (len(LENGTHS), 7):  # each share has its own rows; the other ones are 0
+                shares = [sum(shares[first :: case.sharing]) for first in range(case.sharing)]  # type: ignore[misc]
+            differences = [relative(share, numbers) for share in shares]
+            assert numbers.norm() > 0.01, what
+        else:
+            found = reduce_metrics([metric for rank in ranks[:: case.sharing] for metric in rank[what]])
+            once: dict[str, float] = reduce_metrics(numbers)
+            assert found.keys() == once.keys() >= {"critic/vf_loss" if what.startswith("values") else "actor/pg_loss"}
+            differences = [relative(torch.tensor([*found.values()]), torch.tensor([*once.values()]))]
+        if max(differences) > 1e-5:
+            wrong[what] = differences
+    assert not wrong
