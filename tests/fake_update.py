@@ -1,11 +1,13 @@
-"""Memory of one rank in an update, measured by running the project's own code on tensors without memory: python fake_update.py.
+"""Memory of one rank in an update, measured by running the project's own code on tensors without memory.
 
-Prints a line of JSON. A dispatch mode follows every storage; FSDP frees by resizing storages, so their sizes are read anew.
+``python fake_update.py [LAYERS TOKENS SHARING]``: of micro-batches with so many tokens that so many ranks share. Prints a line of
+JSON. A dispatch mode follows every storage; FSDP frees by resizing storages, so their sizes are read anew.
 """
 
 import json
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,15 +19,19 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl_rc.config.models import FsdpConfig, OptimConfig
+from verl_rc.distributed.sequence_parallel import divide_ranks
 from verl_rc.tensor_ops import ScoreOptions
-from verl_rc.workers import scoring_head
+from verl_rc.workers import forward, scoring_head
+from verl_rc.workers.forward import PACKED_ATTENTION, PackedLayout
 from verl_rc.workers.scoring_head import PredictedTokens, add_scoring, score_predicted
 from verl_rc.workers.sharded_model import LearningOptions, ShardedModel
 
-RANKS, LAYERS, TOKENS = 8, 4, 16_384
+RANKS = 8
+DEFAULT = (4, 16_384, 1)
+"""Layers, tokens of a micro-batch, ranks that share it."""
 SIZES = {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28, "num_key_value_heads": 4}
 """Of Qwen2.5-7B, which has 28 layers."""
 
@@ -57,37 +63,40 @@ class Living(TorchDispatchMode):
         return result
 
 
-def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+def attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
     """Its shape, and a gradient for all three: everything is measured but the kernel."""
-    return (query * (key.mean() + value.mean())).transpose(1, 2).contiguous(), None
+    return query * (key.mean() + value.mean())
 
 
-def measure(mesh: DeviceMesh, whole_gradients: bool) -> dict[str, int]:
+def measure(mesh: DeviceMesh, whole_gradients: bool, layers: int, layout: PackedLayout) -> dict[str, int]:
     """Bytes at rest, between two micro-batches, and at the peak of two."""
     scoring_head._logit_factor = lambda model: 1.0  # read from a number, which fake tensors have none of
-    config = Qwen2Config(**SIZES, num_hidden_layers=LAYERS, vocab_size=152_064, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="shape_only", dtype=torch.float32)
+    config = Qwen2Config(**SIZES, num_hidden_layers=layers, vocab_size=152_064, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION, dtype=torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     learning = LearningOptions(OptimConfig(), 1, whole_gradients=whole_gradients)
     sharded, living = ShardedModel(add_scoring(model), mesh, FsdpConfig(), learning), Living()
     for parameter in model.parameters():
         living.add(parameter)
     found = {"at rest": living.bytes()}
+    own = layout.grid_index.numel() // (1 if layout.ranks is None else layout.ranks.size)
     with living:
         for index in range(2):
             sharded.set_gradient_sync(index == 1)
-            ids, keep = torch.randint(0, 1000, (1, TOKENS)), torch.arange(TOKENS // 2)
+            ids, keep = torch.randint(0, 1000, (1, own)), torch.arange(own // 2)
             predicted = PredictedTokens(keep, torch.zeros(len(keep), dtype=torch.int64), ScoreOptions(1.0, False, False, False))
-            inputs = {"input_ids": ids, "position_ids": torch.arange(TOKENS)[None], "attention_mask": None, "use_cache": False}
-            score_predicted(sharded.module, predicted, **inputs).log_probs.mean().backward()
+            inputs = {"input_ids": ids, "position_ids": torch.arange(own)[None], "attention_mask": None, "use_cache": False}
+            score_predicted(sharded.module, predicted, **inputs, packed_layout=layout).log_probs.mean().backward()
             found["between"] = found.get("between", living.bytes())
     return {**found, "peak": living.peak}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    AttentionInterface.register("shape_only", attention)
+    forward.F = SimpleNamespace(scaled_dot_product_attention=attention)  # type: ignore[assignment]
+    layers, tokens, sharing = map(int, sys.argv[1:]) if sys.argv[1:] else DEFAULT
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     ranks = init_device_mesh("cpu", (RANKS,))
+    places = PackedLayout.from_lengths(torch.tensor([tokens]), divide_ranks(ranks, sharing)[1])
     with FakeTensorMode(allow_non_fake_inputs=True):
-        sys.stdout.write(json.dumps({str(whole): measure(ranks, whole) for whole in (True, False)}))
+        sys.stdout.write(json.dumps({str(whole): measure(ranks, whole, layers, places) for whole in (True, False)}))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from planned_runs import ON_8_GPUS, config_of
+from planned_runs import ON_8_GPUS, Given, config_of
 from small_checkpoints import whole
 from small_models import free_port, make_train_batch, small_run_config, write_small_model
 from small_runs import ROOT
@@ -22,7 +22,9 @@ from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
 
 LENGTHS = [7, 2, 5, 3, 1, 6]
-KEY = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
+ACTOR = "actor_rollout_ref.actor"
+KEY = f"{ACTOR}.fsdp_config.use_no_sync_for_gradient_accumulation"
+SHARED = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"
 CASES: dict[str, tuple[str, ...]] = {
     "all weights": (),
     "adapters": ("actor_rollout_ref.model.lora_rank=2",),
@@ -73,10 +75,12 @@ def test_both_ways_give_the_same_gradients(found: Any, case: str) -> None:
         torch.testing.assert_close(often[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
 
 
-def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated() -> None:
-    """Four layers of a 7B model on eight ranks, by the project's own code on tensors without memory."""
+@pytest.mark.parametrize(("tokens", "sharing"), [(16_384, 1), (32_768, 4)])
+def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated(tokens: int, sharing: int) -> None:
+    """Four layers of a 7B model on eight ranks, by the project's own code on tensors without memory; with ``sharing``, rows of
+    32,768 tokens that four ranks share."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, str(ROOT / "tests" / "fake_update.py")]
+    command = [sys.executable, str(ROOT / "tests" / "fake_update.py"), "4", str(tokens), str(sharing)]
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     measured = json.loads(answer.stdout.splitlines()[-1])
     layer = 2 * 3584 * 3584 + 3584 + 2 * (512 * 3584 + 512) + 3 * 3584 * 18_944 + 2 * 3584
@@ -85,6 +89,7 @@ def test_memory_between_micro_batches_and_at_the_peak_is_as_estimated() -> None:
     for once, expected in ((True, 4 * shape.parameters), (False, 4 * shape.parameters // 8)):
         found = measured[str(once)]
         assert expected <= found["between"] - found["at rest"] <= 1.02 * expected
-        config = config_of({**ON_8_GPUS, KEY: once})
+        given: Given = {KEY: once, SHARED: sharing, f"{ACTOR}.ppo_max_token_len_per_gpu": tokens // sharing}
+        config = config_of({**ON_8_GPUS, **given})
         actor = next(role for role in estimate_roles(config, {"unused": shape}, 80 << 30) if role.role == "actor")
         assert 0.9 * found["peak"] <= actor.model - actor.optimizer <= 1.1 * found["peak"]

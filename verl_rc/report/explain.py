@@ -299,15 +299,18 @@ def _copies(ranks: int, of_one: int) -> str:
 
 
 def _update_in_words(update: UpdateArithmetic, longest: int) -> str:
-    low, high = update.rows_per_rank
-    per_rank = f"{low}" if low == high else f"{low} to {high}"
-    limit = f"{update.max_tokens} tokens" if update.max_tokens is not None else f"{update.max_rows} rows"
+    low, high = update.rows_per_group
+    per_group = f"{low}" if low == high else f"{low} to {high}"
+    limit = f"{update.max_tokens * update.sharing} tokens" if update.max_tokens is not None else f"{update.max_rows} rows"
+    groups = f"{update.ranks} rank(s)"
+    if update.sharing > 1:
+        groups = f"{update.groups} group(s) of {update.sharing} ranks that share each row's tokens and attention heads"
     fewest = update.fewest_rows_per_micro_batch(longest)
     at_least = f" ({fewest} of the longest rows)" if update.max_tokens is not None else ""
     return (
         f"{update.mini_batches_per_epoch} mini-batch(es) of {update.mini_batch_prompts} prompts = {update.mini_batch_rows} rows, "
-        f"x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer step(s) a step; {per_rank} rows of a mini-batch on "
-        f"each of {update.ranks} rank(s), in micro-batches of at most {limit}{at_least}"
+        f"x {update.epochs} epoch(s) = {update.optimizer_steps} optimizer step(s) a step; {per_group} rows of a mini-batch on "
+        f"each of {groups}, in micro-batches of at most {limit}{at_least}"
     )
 
 

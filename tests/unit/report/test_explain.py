@@ -23,6 +23,19 @@ REJECTION: Given = {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollo
 
 SAID: list[tuple[Given, list[str], list[str]]] = [
     (
+        {
+            "trainer.n_gpus_per_node": 4,
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2,
+            f"{ACTOR}.use_dynamic_bsz": True,
+            f"{ACTOR}.ppo_max_token_len_per_gpu": 20,
+        },
+        [
+            "on each of 2 group(s) of 2 ranks that share each row's tokens and attention heads",
+            "micro-batches of at most 40 tokens (3 of the longest rows)",
+        ],
+        ["4 rank(s)"],
+    ),
+    (
         TOKEN_WEIGHTS,
         [
             "recomputed by old_log_prob",

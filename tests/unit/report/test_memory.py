@@ -95,7 +95,7 @@ def test_activations_grow_with_the_tokens_of_a_micro_batch() -> None:
     small, large = (roles_of({**base, f"{ACTOR}.ppo_max_token_len_per_gpu": tokens})["actor"].activations for tokens in (26, 52))
     assert large == pytest.approx(2 * small, rel=1e-6)
     # 26 tokens x (width 2000 x 4 bytes x 10 checkpoints + one layer of 34 x 2 bytes x 2000), and 14 predicted tokens' logits
-    assert small == 26 * (2000 * 4 * 10 + 2000 * 68) + 14 * 100_000 * 4 * 4
+    assert small == 26 * (2000 * 4 * 10 + 2000 * 172) + 14 * 100_000 * 4 * 4
     kept = roles_of(
         {**base, f"{ACTOR}.ppo_max_token_len_per_gpu": 26, "actor_rollout_ref.model.enable_gradient_checkpointing": False}
     )
@@ -106,7 +106,7 @@ def test_there_is_at_most_one_chunk_of_logits() -> None:
     given: Given = {**FULL, "data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 64, f"{ACTOR}.use_dynamic_bsz": True}
     given |= {"data.max_prompt_length": 1000, "data.max_response_length": 1000}
     actor = roles_of({**given, f"{ACTOR}.ppo_max_token_len_per_gpu": 16_000})["actor"]
-    assert actor.activations == 16_000 * (2000 * 4 * 10) + 16_000 * 2000 * 68 + (1 << 24) * 4 * 4  # 8,000 x 100,000 are more
+    assert actor.activations == 16_000 * (2000 * 4 * 10) + 16_000 * 2000 * 172 + (1 << 24) * 4 * 4  # 8,000 x 100,000 are more
 
 
 def test_a_micro_batch_is_never_larger_than_the_mini_batch() -> None:
@@ -208,6 +208,22 @@ def test_who_shares_a_gpu_with_whom() -> None:
 SEVEN = ModelShape(7_615_616_512, 1_089_994_752, 0, 28, 3584, 152_064, 131_072)
 """Qwen2.5-7B."""
 ONCE = "fsdp_config.use_no_sync_for_gradient_accumulation"
+SHARED = "fsdp_config.ulysses_sequence_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("shared", "once", "measured"), [(1, True, 51.7), (1, False, 27.5), (4, True, 40.0), (4, False, 15.9)]
+)
+def test_ranks_that_share_rows_hold_their_part_of_them(shared: int, once: bool, measured: float) -> None:
+    """An update of Qwen2.5-7B on 8 ranks with micro-batches of a row of 32,768 tokens, without moments: GiB by fake execution
+    (``tests/fake_update.py 28 32768 1`` and ``4``)."""
+    one_row: Given = {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}
+    given: Given = {**one_row, f"{ACTOR}.{SHARED}": shared, f"{ACTOR}.{ONCE}": once}
+    config = config_of({**ON_8_GPUS, **given, "data.max_response_length": 32_768 - 1024})
+    actor = next(role for role in estimate_roles(config, {"unused": SEVEN}, 80 << 30) if role.role == "actor")
+    assert (actor.model - actor.optimizer) / (1 << 30) == pytest.approx(measured, rel=0.1)
+
+
 def test_gradients_take_what_was_measured_at_7b() -> None:
     """31.5 GiB between two micro-batches with whole gradients, 7.0 with shards (weights included), by fake execution."""
 
@@ -225,7 +241,8 @@ def test_gradients_take_what_was_measured_at_7b() -> None:
     [
         (79, {}, {"actor": True}),
         (40, {}, {"actor": False}),
-        (79, {"algorithm.adv_estimator": "gae"}, {"actor": True, "critic": True}),
+        (79, {"algorithm.adv_estimator": "gae"}, {"actor": True, "critic": False}),  # whose micro-batches have 32,768 tokens
+        (79, {"algorithm.adv_estimator": "gae", "critic.ppo_max_token_len_per_gpu": 16_384}, {"actor": True, "critic": True}),
         (60, {"algorithm.adv_estimator": "gae"}, {"actor": False, "critic": False}),
         (40, {f"{ACTOR}.{ONCE}": True}, {}),
         (79, {f"{ACTOR}.{ONCE}": False}, {}),

@@ -22,7 +22,9 @@ class UpdateArithmetic:
     max_tokens: int | None
     """Tokens of a micro-batch on one rank; None: limited by rows."""
     max_rows: int | None
-    """Rows of a micro-batch on one rank; None: limited by tokens."""
+    """Rows of a micro-batch; None: limited by tokens."""
+    sharing: int = 1
+    """Ranks that share the tokens of a micro-batch."""
     sums_gradients_once: bool | None = None
     """Whether ranks reduce gradients once a mini-batch, not after every micro-batch; None: the estimate of memory decides."""
     ranks_per_copy: int = 1
@@ -34,13 +36,18 @@ class UpdateArithmetic:
         return self.mini_batches_per_epoch * self.epochs
 
     @property
-    def rows_per_rank(self) -> tuple[int, int]:
-        """Rows of a mini-batch that a rank gets on average, rounded down and up; shares are balanced by tokens, not by rows."""
-        return self.mini_batch_rows // self.ranks, -(-self.mini_batch_rows // self.ranks)
+    def groups(self) -> int:
+        """Groups of ranks that share micro-batches; without sequence parallelism, ranks."""
+        return self.ranks // self.sharing
+
+    @property
+    def rows_per_group(self) -> tuple[int, int]:
+        """Rows of a mini-batch that a group gets on average, rounded down and up; shares are balanced by tokens, not by rows."""
+        return self.mini_batch_rows // self.groups, -(-self.mini_batch_rows // self.groups)
 
     def fewest_rows_per_micro_batch(self, longest: int) -> int:
         """Rows that fit into a micro-batch when all of them have ``longest`` tokens."""
-        return self.max_rows or max(1, (self.max_tokens or longest) // longest)
+        return self.max_rows or max(1, (self.max_tokens or longest) * self.sharing // longest)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,8 @@ def plan_arithmetic(config: RunConfig) -> BatchArithmetic:
         given = fsdp.use_no_sync_for_gradient_accumulation
         once = True if given is None and trainer.device == "cpu" else given
         sizes = (mini, mini * samples, prompts // mini, epochs, config.num_ranks, limit.max_tokens, limit.max_rows)
-        return UpdateArithmetic(*sizes, sums_gradients_once=once, ranks_per_copy=fsdp.ranks_per_copy(config.num_ranks))
+        sharing, copies = fsdp.ulysses_sequence_parallel_size, fsdp.ranks_per_copy(config.num_ranks)
+        return UpdateArithmetic(*sizes, sharing, sums_gradients_once=once, ranks_per_copy=copies)
 
     warmup = max(trainer.critic_warmup - 1, 0)
     return BatchArithmetic(

@@ -41,9 +41,9 @@ def test_counts_worked_out_by_hand() -> None:
     ).sizes
     assert (sizes.rows, sizes.rows_per_engine, sizes.longest_sequence) == (60, 20, 13)
     assert (sizes.actor.mini_batches_per_epoch, sizes.actor.optimizer_steps, sizes.actor.mini_batch_rows) == (3, 6, 20)
-    assert sizes.actor.rows_per_rank == (6, 7)
+    assert sizes.actor.rows_per_group == (6, 7)
     assert sizes.critic is not None
-    assert (sizes.critic.optimizer_steps, sizes.critic.mini_batch_rows, sizes.critic.rows_per_rank) == (4, 30, (10, 10))
+    assert (sizes.critic.optimizer_steps, sizes.critic.mini_batch_rows, sizes.critic.rows_per_group) == (4, 30, (10, 10))
     assert sizes.critic_only_steps == 2
 
 
@@ -63,14 +63,17 @@ def test_updates_are_as_many_as_the_loop_makes(prompts: int, mini: int, epochs: 
     assert {len(batch.rows) for batch in batches} == {sizes.actor.mini_batch_rows}
 
 
-@pytest.mark.parametrize(("rows", "ranks", "max_tokens", "max_rows"), [(20, 2, 40, None), (21, 3, 95, None), (20, 2, None, 3)])
-def test_longest_rows_fit_as_promised(rows: int, ranks: int, max_tokens: int | None, max_rows: int | None) -> None:
+@pytest.mark.parametrize(
+    ("rows", "ranks", "max_tokens", "max_rows", "sharing"),
+    [(20, 2, 40, None, 1), (21, 3, 95, None, 1), (20, 2, None, 3, 1), (20, 4, 20, None, 2), (20, 4, None, 3, 2)],
+)
+def test_longest_rows_fit_as_promised(rows: int, ranks: int, max_tokens: int | None, max_rows: int | None, sharing: int) -> None:
     longest = 19
-    update = UpdateArithmetic(rows, rows, 1, 1, ranks, max_tokens, max_rows)
+    update = UpdateArithmetic(rows, rows, 1, 1, ranks, max_tokens, max_rows, sharing)
     fits = update.fewest_rows_per_micro_batch(longest)
-    shares = assign_rows([longest] * rows, ranks, MicroBatchLimit(max_rows, max_tokens))
+    shares = assign_rows([longest] * rows, ranks // sharing, MicroBatchLimit(max_rows, max_tokens).shared_by(sharing))
     assert max(len(part) for share in shares for part in share) == fits
-    low, high = update.rows_per_rank
+    low, high = update.rows_per_group
     assert {sum(map(len, share)) for share in shares} <= {low, high}
 
 
