@@ -37,6 +37,7 @@ CORRECTIONS: dict[str, dict[str, object]] = {
 }
 ACTOR, KEY = "actor_rollout_ref.actor", "fsdp_config.ulysses_sequence_parallel_size"
 ADAPTERS = ("actor_rollout_ref.model.lora_rank=2",)
+COPIES = tuple(f"{role}.fsdp_config.fsdp_size=2" for role in (ACTOR, "critic", "actor_rollout_ref.ref"))
 CHECKPOINTS = ("actor_rollout_ref.model.enable_gradient_checkpointing=True",)
 
 
@@ -54,6 +55,7 @@ CASES = {
     "adapters": Case(2, 2, ADAPTERS),
     "more ranks than heads of keys": Case(4, 4),
     "two groups of two, with checkpointing": Case(4, 2, CHECKPOINTS),
+    "two groups of two, each with a copy of the weights": Case(4, 2, COPIES),
 }
 ALONE = (Case(1, 1), Case(1, 1, ADAPTERS))
 Found = dict[str, Any]
@@ -167,7 +169,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]
 @pytest.fixture(scope="module")
 def alone(shared: tuple[Path, list[Found]]) -> dict[tuple[str, ...], Found]:
     weights, adapters = (run_case(case, 0, shared[0], [free_port() for _ in range(3)]) for case in ALONE)
-    return {(): weights, CHECKPOINTS: weights, ADAPTERS: adapters}
+    return {(): weights, CHECKPOINTS: weights, COPIES: weights, ADAPTERS: adapters}
 
 
 @pytest.mark.parametrize("name", CASES)
