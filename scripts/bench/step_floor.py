@@ -43,7 +43,7 @@ def engine_alone(folder: Path, results: Any) -> None:
 
     config = load_config(RunConfig, ["--config-dir", str(folder), "--config-name", "resolved_config"])
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    prompts = next(iter(build_train_loader(config.data, tokenizer, config.trainer.seed)))
+    prompts = next(iter(build_train_loader(config.data, tokenizer)))
     rollout = config.actor_rollout_ref.rollout
     requests = [GenerationRequest(row.prompt_token_ids, seed) for row in prompts for seed in range(rollout.n)]
     engine = RolloutEngine(engine_options(config, "cpu"))

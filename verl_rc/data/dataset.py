@@ -375,14 +375,13 @@ def fit_prompt(token_ids: list[int], options: PromptOptions, where: str) -> list
             )
 
 
-def build_train_loader(config: DataConfig, tokenizer: Any, seed: int) -> "StatefulDataLoader[list[PromptRow]]":
+def build_train_loader(config: DataConfig, tokenizer: Any) -> "StatefulDataLoader[list[PromptRow]]":
     """Build a loader of batches of ``config.prompts_per_draw`` prompts; an iteration is an epoch, without an incomplete batch.
 
-    ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. ``seed`` is used when
-    ``data.seed`` is null. Raises ``ValueError`` for invalid data.
+    ``state_dict`` and ``load_state_dict`` of the loader resume exactly, also between two epochs. Raises ``ValueError`` for
+    invalid data.
     """
-    data_seed = seed if config.seed is None else config.seed
-    choice = RowChoice(config.train_max_samples, data_seed if config.shuffle else None)
+    choice = RowChoice(config.train_max_samples, config.seed if config.shuffle else None)
     dataset = _prompts(config.train_files, config, tokenizer, choice)
     if len(dataset) < config.prompts_per_draw:
         key = "train_batch_size" if config.prompts_per_draw == config.train_batch_size else "gen_batch_size"
@@ -393,7 +392,7 @@ def build_train_loader(config: DataConfig, tokenizer: Any, seed: int) -> "Statef
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torchdata calls a deprecated torch function
         return StatefulDataLoader(
             dataset,
-            batch_sampler=_batches(dataset, config, data_seed),
+            batch_sampler=_batches(dataset, config),
             collate_fn=_as_list,
             num_workers=config.dataloader_num_workers,
         )
@@ -411,23 +410,19 @@ def _prompts(files: Sequence[str], config: DataConfig, tokenizer: Any, choice: R
     return PromptDataset(prompt_sources(files, config, tokenizer), tokenizer, PromptOptions.from_config(config), choice)
 
 
-def _batches(dataset: PromptDataset, config: DataConfig, seed: int) -> EpochBatches:
+def _batches(dataset: PromptDataset, config: DataConfig) -> EpochBatches:
     if config.train_weights is None:
-        return EpochBatches(len(dataset), config.prompts_per_draw, seed, config.shuffle)
-    return MixedBatches(dataset.file_sizes(), config.train_weights, config.prompts_per_draw, seed, config.shuffle)
+        return EpochBatches(len(dataset), config.prompts_per_draw, config.seed, config.shuffle)
+    return MixedBatches(dataset.file_sizes(), config.train_weights, config.prompts_per_draw, config.seed, config.shuffle)
 
 
 def _as_list(rows: list[PromptRow]) -> list[PromptRow]:
     return rows
 
 
-def build_validation_rows(config: DataConfig, tokenizer: Any, seed: int) -> list[PromptRow]:
-    """All validation prompts in the order of the files, or ``val_max_samples`` of them.
-
-    ``seed`` is used when ``data.seed`` is null. Raises ``ValueError`` for invalid data.
-    """
-    data_seed = seed if config.seed is None else config.seed
-    choice = RowChoice(config.val_max_samples, data_seed if config.shuffle else None)
+def build_validation_rows(config: DataConfig, tokenizer: Any) -> list[PromptRow]:
+    """All validation prompts in the order of the files, or ``val_max_samples`` of them; ``ValueError`` for invalid data."""
+    choice = RowChoice(config.val_max_samples, config.seed if config.shuffle else None)
     dataset = _prompts(config.val_files, config, tokenizer, choice)
     return [dataset[index] for index in range(len(dataset))]
 

@@ -85,8 +85,8 @@ def open_run(
             _refuse_attention(config)
             tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
             data = _with_tools(config, tokenizer)
-            loader = build_train_loader(data, tokenizer, config.trainer.seed)
-            validation_rows = build_validation_rows(data, tokenizer, config.trainer.seed)
+            loader = build_train_loader(data, tokenizer)
+            validation_rows = build_validation_rows(data, tokenizer)
             prompts = PromptStream(loader)
             if resumed is not None:
                 prompts.load_state_dict(state.prompts)

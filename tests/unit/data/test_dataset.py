@@ -29,7 +29,7 @@ def questions(rows):
 
 def config(path, **changes):
     given = {"train_files": path, "val_files": path, "train_batch_size": 2, "max_prompt_length": 32, **changes}
-    return DataConfig.model_validate(given)
+    return DataConfig.model_validate({"gen_batch_size": given["train_batch_size"], "seed": 1, **given})
 
 
 @pytest.fixture
@@ -131,38 +131,32 @@ def test_no_file_at_all_is_refused(tokenizer):
 
 
 def test_loader_serves_seeded_batches_that_differ_by_epoch(ten_rows, tokenizer):
-    loader = build_train_loader(config(ten_rows, train_batch_size=3), tokenizer, seed=1)
+    loader = build_train_loader(config(ten_rows, train_batch_size=3), tokenizer)
     assert len(loader) == 3
     first, second = [[questions(batch) for batch in loader] for _ in range(2)]
     assert [len(batch) for batch in first] == [3, 3, 3]
     assert len({question for batch in first for question in batch}) == 9
     assert first != second
-    assert first == [questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3), tokenizer, 1)]
-    assert first != [questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3), tokenizer, 2)]
-
-
-def test_data_seed_goes_before_the_runs_seed(ten_rows, tokenizer):
-    orders = [[questions(b) for b in build_train_loader(config(ten_rows, seed=s), tokenizer, run)]
-              for s, run in ((5, 1), (5, 2), (None, 5))]  # fmt: skip
-    assert orders[0] == orders[1] == orders[2]
+    assert first == [questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3), tokenizer)]
+    assert first != [questions(b) for b in build_train_loader(config(ten_rows, train_batch_size=3, seed=2), tokenizer)]
 
 
 def test_without_shuffle_rows_come_in_the_order_of_the_file(ten_rows, tokenizer):
-    loader = build_train_loader(config(ten_rows, shuffle=False, train_max_samples=4), tokenizer, seed=1)
+    loader = build_train_loader(config(ten_rows, shuffle=False, train_max_samples=4), tokenizer)
     assert [questions(batch) for batch in loader] == [["10", "11"], ["12", "13"]]
 
 
 @pytest.mark.parametrize(("taken", "num_workers"), [(0, 0), (2, 0), (3, 0), (4, 0), (2, 2), (3, 2)])
 def test_resume_is_exact(taken, num_workers, ten_rows, tokenizer):
     """3 batches an epoch: a state taken after 3 lies on the border of two epochs."""
-    options = config(ten_rows, train_batch_size=3, dataloader_num_workers=num_workers)
-    reference = build_train_loader(config(ten_rows, train_batch_size=3), tokenizer, seed=4)
+    options = config(ten_rows, train_batch_size=3, dataloader_num_workers=num_workers, seed=4)
+    reference = build_train_loader(config(ten_rows, train_batch_size=3, seed=4), tokenizer)
     whole = [questions(batch) for _ in range(3) for batch in reference]
-    loader = build_train_loader(options, tokenizer, seed=4)
+    loader = build_train_loader(options, tokenizer)
     flow = (questions(batch) for _ in range(3) for batch in loader)
     begun = [next(flow) for _ in range(taken)]
     state = loader.state_dict()
-    resumed = build_train_loader(options, tokenizer, seed=4)
+    resumed = build_train_loader(options, tokenizer)
     resumed.load_state_dict(state)
     epochs = [[questions(batch) for batch in resumed] for _ in range(3 - taken // 3)]
     assert len(epochs[0]) == 3 - taken % 3
@@ -170,44 +164,44 @@ def test_resume_is_exact(taken, num_workers, ten_rows, tokenizer):
 
 
 def test_state_after_a_finished_epoch_starts_the_next(ten_rows, tokenizer):
-    options = config(ten_rows, train_batch_size=5)
-    loader = build_train_loader(options, tokenizer, seed=4)
+    options = config(ten_rows, train_batch_size=5, seed=4)
+    loader = build_train_loader(options, tokenizer)
     whole = [[questions(batch) for batch in loader] for _ in range(2)]
-    again = build_train_loader(options, tokenizer, seed=4)
+    again = build_train_loader(options, tokenizer)
     assert [questions(batch) for batch in again] == whole[0]
-    resumed = build_train_loader(options, tokenizer, seed=4)
+    resumed = build_train_loader(options, tokenizer)
     resumed.load_state_dict(again.state_dict())
     assert [questions(batch) for batch in resumed] == whole[1]
 
 
 def test_fewer_prompts_than_a_batch_are_refused(ten_rows, tokenizer):
     with pytest.raises(ValueError, match=r"data.train_batch_size=8 prompts, got 5"):
-        build_train_loader(config(ten_rows, train_batch_size=8, train_max_samples=5), tokenizer, seed=1)
+        build_train_loader(config(ten_rows, train_batch_size=8, train_max_samples=5), tokenizer)
 
 
 def test_validation_rows_are_all_rows_in_order(ten_rows, tokenizer):
-    assert questions(build_validation_rows(config(ten_rows), tokenizer, 1)) == [str(10 + i) for i in range(10)]
-    some = build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer, 1)
+    assert questions(build_validation_rows(config(ten_rows), tokenizer)) == [str(10 + i) for i in range(10)]
+    some = build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer)
     assert len(some) == 4
-    assert some == build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer, 1)
-    assert some != build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer, 2)
+    assert some == build_validation_rows(config(ten_rows, val_max_samples=4), tokenizer)
+    assert some != build_validation_rows(config(ten_rows, val_max_samples=4, seed=2), tokenizer)
 
 
 def test_json_lines_serve_the_same_prompts_as_parquet(ten_rows, record, tokenizer, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(record(str(10 + i))) + "\n" for i in range(10)))
     for build in (build_train_loader, build_validation_rows):
-        assert list(build(config(str(path)), tokenizer, 1)) == list(build(config(ten_rows), tokenizer, 1))
+        assert list(build(config(str(path)), tokenizer)) == list(build(config(ten_rows), tokenizer))
 
 
 def test_weighted_files_share_every_batch_and_resume(write_parquet, record, tokenizer):
     files = [write_parquet([record(str(base + i)) for i in range(8)], f"{base}.parquet") for base in (10, 90)]
     options = config(files, train_batch_size=4, train_weights=[1, 3])
-    loader = build_train_loader(options, tokenizer, 1)
+    loader = build_train_loader(options, tokenizer)
     assert [sum(question >= "90" for question in questions(batch)) for batch in loader] == [3, 3, 3, 3]
     flow = iter(loader)
     next(flow)
-    resumed = build_train_loader(options, tokenizer, 1)
+    resumed = build_train_loader(options, tokenizer)
     resumed.load_state_dict(loader.state_dict())
     assert [questions(batch) for batch in resumed] == [questions(batch) for batch in flow]
 
@@ -224,7 +218,7 @@ def test_arguments_of_the_chat_template_change_the_prompts(ten_rows, tokenizer_f
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ '' if enable_thinking else '!' }}")
     own = load_tokenizer(str(folder))
     for given, expected in (({}, "10!"), ({"enable_thinking": True}, "10")):
-        rows = build_validation_rows(config(ten_rows, apply_chat_template_kwargs=given), own, 1)
+        rows = build_validation_rows(config(ten_rows, apply_chat_template_kwargs=given), own)
         assert own.decode(rows[0].prompt_token_ids) == expected
 
 
@@ -256,7 +250,7 @@ def test_data_sources_are_found_in_all_chosen_rows_of_all_files(write_parquet, r
 def test_a_malformed_row_is_named_before_the_first_step(changes, message, write_parquet, record, tokenizer):
     path = write_parquet([*(record(str(row)) for row in range(9)), record("9", **changes)])
     with pytest.raises(ValueError, match=message):
-        build_train_loader(config(path), tokenizer, seed=0)
+        build_train_loader(config(path), tokenizer)
 
 
 def test_extra_info_is_a_mapping_or_nothing(write_parquet, record, tokenizer):

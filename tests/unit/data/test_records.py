@@ -149,8 +149,9 @@ def config(tmp_path):
     def build(source, name="Squares", **changes):
         (tmp_path / "own.py").write_text(source)
         own = {"path": str(tmp_path / "own.py"), "name": name}
-        given = {"train_files": ["t"], "val_files": ["v"], "train_batch_size": 4, "max_prompt_length": 4, **changes}
-        return DataConfig.model_validate({**given, "filter_overlong_prompts": True, "custom_cls": own})
+        given = {"train_files": ["t"], "val_files": ["v"], "train_batch_size": 4, "gen_batch_size": 4, "max_prompt_length": 4}
+        given |= {"seed": 1, "filter_overlong_prompts": True, "custom_cls": own, **changes}
+        return DataConfig.model_validate(given)
 
     return build
 
@@ -158,14 +159,14 @@ def config(tmp_path):
 @pytest.mark.parametrize("key", ["'prompt'", "'raw_prompt'"])
 def test_rows_are_tokenised_filtered_and_batched(key, config, tokenizer):
     options = config(SOURCE.replace("KEY", key))
-    loader = build_train_loader(options, tokenizer, 1)
+    loader = build_train_loader(options, tokenizer)
     assert loader.dataset.data_sources() == {"t": f"row 0 of Squares of {options.custom_cls.path}"}
     rows = [row for batch in loader for row in batch]
     assert sorted((tokenizer.decode(row.prompt_token_ids), row.ground_truth) for row in rows) == [
         (f"{i}=", str(i * i)) for i in range(8)
     ]
     assert {row.data_source for row in rows} == {"t"}
-    assert {row.data_source for row in build_validation_rows(options, tokenizer, 1)} == {"v"}
+    assert {row.data_source for row in build_validation_rows(options, tokenizer)} == {"v"}
 
 
 @pytest.mark.parametrize(
@@ -180,9 +181,9 @@ def test_rows_are_tokenised_filtered_and_batched(key, config, tokenizer):
 )
 def test_a_wrong_class_is_named(source, name, message, config, tokenizer):
     with pytest.raises(ValueError, match=message):
-        build_train_loader(config(source, name), tokenizer, 1)
+        build_train_loader(config(source, name), tokenizer)
 
 
 def test_its_data_sources_are_found(config, tokenizer):
-    loader = build_train_loader(config(SOURCE.replace("KEY", "'prompt'")), tokenizer, 1)
+    loader = build_train_loader(config(SOURCE.replace("KEY", "'prompt'")), tokenizer)
     assert loader.dataset.data_sources() == {"t": f"row 0 of Squares of {config(SOURCE).custom_cls.path}"}

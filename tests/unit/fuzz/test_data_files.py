@@ -136,9 +136,9 @@ def read(seed: int, folder: Path, tokenizer: Any) -> str:
     config = small_run_config(folder, *files_given, *limits, "actor_rollout_ref.actor.ppo_mini_batch_size=1")
     examined = examine(config, tokenizer)
     try:
-        loader = build_train_loader(config.data, tokenizer, seed=1)
+        loader = build_train_loader(config.data, tokenizer)
         prompts = [row for batch in loader for row in batch]
-        validation = build_validation_rows(config.data, tokenizer, seed=1)
+        validation = build_validation_rows(config.data, tokenizer)
     except ValueError as error:
         message = str(error)
         assert "must" in message, message
