@@ -68,6 +68,9 @@ class World:
         self.canaries: list[Completions] = []
         """Of each publication whose canary tokens are generated beside other samples."""
 
+    def require_nodes(self) -> None:
+        """No node is lost."""
+
     # the engines
 
     def submit(self, requests: Sequence[GenerationRequest], options: Any) -> list[int]:
