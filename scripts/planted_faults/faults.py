@@ -1,5 +1,6 @@
 """The faults: what is planted, what it must be called, and the configuration of a run that it is planted in."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -8,6 +9,12 @@ HEALTHY = ("rounding",)
 """What a run without a fault must be called; whatever is no fault or notice counts as this."""
 _STALE = ("weights never arrive", "one version late", "an update was missed", "older weights")
 _CONTEXT = ("the trainer scores other inputs or with noise",)
+
+
+def planted() -> dict[str, str]:
+    """What the environment variable ``PLANTED_FAULT`` plants in this process, each with its value."""
+    words = os.environ.get("PLANTED_FAULT", "").split(",")
+    return {name: value for name, _, value in (word.partition(":") for word in words if word)}
 
 
 @dataclass(frozen=True)

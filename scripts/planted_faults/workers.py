@@ -1,17 +1,17 @@
 """Workers that go wrong for a whole run, as the environment variable ``PLANTED_FAULT`` says."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from planted_faults.faults import planted
 from torch import Tensor
 
 from verl_rc.data.batches import Completions, TokenBatch, TokenScores, TrainBatch
 from verl_rc.rollout import vllm_sampler
 from verl_rc.rollout.engine import RolloutEngine
-from verl_rc.rollout.response import Ended
+from verl_rc.rollout.response import Collected
 from verl_rc.rollout.sampling import EngineOptions, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.workers.policy_worker import PolicyWorker
@@ -28,12 +28,6 @@ CHANGED, NAN = 2e-3, 1e-3
 """Shares of tokens."""
 FEWEST_TOKENS = 11
 """Of a response whose stop token is banned: one more than a right answer has."""
-
-
-def planted() -> dict[str, str]:
-    """What is planted, each with its value."""
-    words = os.environ.get("PLANTED_FAULT", "").split(",")
-    return {name: value for name, _, value in (word.partition(":") for word in words if word)}
 
 
 class PlantedEngine(RolloutEngine):
@@ -61,7 +55,15 @@ class PlantedEngine(RolloutEngine):
 
     def generate(self, requests: Any, options: SamplingOptions) -> Completions:
         """Sample with other options."""
-        return super().generate(requests, self._other(options))
+        completions = super().generate(requests, self._other(options))
+        self._misreport(completions)
+        return completions
+
+    def collect(self, at_least: int = 1, wait_seconds: float | None = None) -> Collected:
+        """Report other numbers."""
+        collected = super().collect(at_least, wait_seconds)
+        self._misreport(collected.completions)
+        return collected
 
     def _other(self, options: SamplingOptions) -> SamplingOptions:
         factor, top_p = float(self._planted.get("temperature", 1.0)), float(self._planted.get("top_p", options.top_p))
@@ -90,8 +92,7 @@ class PlantedEngine(RolloutEngine):
             self._held[name] = loaded.clone()
             yield name, loaded
 
-    def _collect_ended(self, ended: list[Ended]) -> Completions:
-        completions = super()._collect_ended(ended)
+    def _misreport(self, completions: Completions) -> None:
         log_probs, lengths = completions.rollout_log_probs, completions.response_lengths
         real = torch.arange(log_probs.shape[1]) < lengths[:, None]
         if "shifted_log_probs" in self._planted:
@@ -103,7 +104,6 @@ class PlantedEngine(RolloutEngine):
             responses = completions.responses
             others = torch.where(responses == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
             completions.responses = torch.where(struck, others, responses)
-        return completions
 
 
 def _report_raw(sampler: Any) -> None:

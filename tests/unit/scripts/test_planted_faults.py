@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from planted_faults.faults import ARMS, COMMON, LEFT_OUT, Fault
+from planted_faults.faults import ARMS, COMMON, LEFT_OUT, Fault, planted
 from planted_faults.matrix import lines_of, named_first, row_of, write_matrix
 from planted_faults.runs import DONE, folder_of, known_run, run_all
-from planted_faults.workers import planted
 from planted_series import COOLER, SETTINGS, SIGNS, wave, write_run
 from planted_series import planted as planted_run
 
