@@ -47,10 +47,10 @@ class Stages:
     """All stages of one configuration; each is called in a process of its own."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Of trainer and engines, those of one node are looked at."""
-        self._config = config
+        """Of a run over several nodes, what it would be on one of them is measured."""
+        self._config = config = _on_one_node(config)
         self._device = "cuda" if uses_gpus(config) else "cpu"
-        self._num_ranks = config.trainer.n_gpus_per_node
+        self._num_ranks = config.num_ranks
 
     def machine(self) -> Report:
         """Versions, driver, GPUs, and which of them reach each other's memory."""
@@ -117,14 +117,15 @@ class Stages:
             started = time.perf_counter()
             log_probs: Tensor = _all(ranks, "compute_log_probs", tokens, [rows])[0][0]
             scored = time.perf_counter()
-            batch, share = _train_batch(tokens, log_probs, len(ranks))
+            sharing = config.sequence_parallel_sizes["actor"]
+            batch, share = _train_batch(tokens, log_probs, len(ranks) // sharing)
             request = UpdateRequest(config.algorithm.rollout_correction, 0, [share])
             _all(ranks, "update", batch, request)
             begun = time.perf_counter()
             reports = _all(ranks, "update", batch, request)
             ended = time.perf_counter()
             _all(ranks, "close")
-        num_tokens = int(tokens.sequence_lengths.sum())
+        num_tokens = int(tokens.sequence_lengths.sum()) // sharing
         peaks = [metric.value for one in reports for metric in one.metrics if metric.name == "perf/max_memory_allocated_gb"]
         report.numbers = {
             "tokens_per_rank": num_tokens,
@@ -274,13 +275,19 @@ def _visible(devices: Sequence[int], device: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in devices)}
 
 
+def _on_one_node(config: RunConfig) -> RunConfig:
+    policy = config.actor_rollout_ref
+    rollout, trainer = policy.rollout.model_copy(update={"nnodes": 1}), config.trainer.model_copy(update={"nnodes": 1})
+    return config.model_copy(update={"trainer": trainer, "actor_rollout_ref": policy.model_copy(update={"rollout": rollout})})
+
+
 def _paths(config: RunConfig) -> set[str]:
     return {config.actor_rollout_ref.model.path, config.critic.model.path, config.actor_rollout_ref.ref.model_path}
 
 
 def _full_micro_batch(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[int]]:
     """Random tokens: as many sequences of the greatest length as one micro-batch of the update may hold."""
-    limit, data = actor_limit(config), config.data
+    limit, data = actor_limit(config).shared_by(config.sequence_parallel_sizes["actor"]), config.data
     rows = limit.max_rows or max(1, (limit.max_tokens or 0) // config.longest_sequence)
     generator = torch.Generator().manual_seed(0)
     tokens = TokenBatch(
@@ -293,8 +300,8 @@ def _full_micro_batch(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, l
     return tokens, list(range(rows))
 
 
-def _train_batch(tokens: TokenBatch, log_probs: Tensor, num_ranks: int) -> tuple[TrainBatch, MiniBatchShare]:
-    """The batch of one update, and a rank's share of a mini-batch in which all ranks have the same rows."""
+def _train_batch(tokens: TokenBatch, log_probs: Tensor, num_shares: int) -> tuple[TrainBatch, MiniBatchShare]:
+    """The batch of one update, and a share of a mini-batch in which all shares have the same rows."""
     rows, width = log_probs.shape
     mask = torch.ones(rows, width, dtype=torch.bool)
     advantages = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0)[:, None].expand(rows, width).contiguous()
@@ -310,5 +317,5 @@ def _train_batch(tokens: TokenBatch, log_probs: Tensor, num_ranks: int) -> tuple
         ref_log_prob=log_probs,
         batch_size=[rows],
     )
-    num_tokens = rows * width * num_ranks
-    return batch, MiniBatchShare([list(range(rows))], num_tokens, rows * num_ranks, num_tokens)
+    num_tokens = rows * width * num_shares
+    return batch, MiniBatchShare([list(range(rows))], num_tokens, rows * num_shares, num_tokens)
