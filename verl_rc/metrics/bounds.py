@@ -54,3 +54,16 @@ BOUNDS = SignatureBounds()
 
 PLAUSIBLE_NOISE = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.04, "fp8_weights": 0.11, "fp8_kv_cache": 0.3}
 """Logit noise that rounding of the least precise part of engine and trainer makes, at most so much in what was measured."""
+
+
+def least_precise(engine: str, quantization: str | None, kv_cache: str, trainer: str) -> str:
+    """The least precise part of an engine and a trainer, as a key of ``PLAUSIBLE_NOISE``.
+
+    ``engine``, ``kv_cache`` and ``trainer`` are dtypes by their names in torch or vLLM.
+    """
+    parts = [engine, trainer]
+    if quantization is not None:
+        parts.append("fp8_weights")
+    if kv_cache.startswith("fp8"):
+        parts.append("fp8_kv_cache")
+    return max(parts, key=PLAUSIBLE_NOISE.__getitem__)

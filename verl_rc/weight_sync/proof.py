@@ -9,7 +9,7 @@ from torch import Tensor
 from verl_rc.config.errors import listed
 from verl_rc.config.models import torch_name
 from verl_rc.config.run import RunConfig
-from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.metrics.bounds import BOUNDS, least_precise
 from verl_rc.weight_sync.manifest import Manifest
 from verl_rc.weight_sync.sender import SendReceipt
 
@@ -140,16 +140,3 @@ class GapLimit:
         # would count as unusual.
         usual = max(BOUNDS.far_above_floor * gap.mean, self.plausible / 4)
         return min(self.plausible, usual) if self.fault_factor == 1.0 else usual
-
-
-def least_precise(engine: str, quantization: str | None, kv_cache: str, trainer: str) -> str:
-    """The least precise part of an engine and a trainer, as a key of the table of plausible gaps.
-
-    ``engine``, ``kv_cache`` and ``trainer`` are dtypes by their names in torch or vLLM.
-    """
-    parts = [engine, trainer]
-    if quantization is not None:
-        parts.append("fp8_weights")
-    if kv_cache.startswith("fp8"):
-        parts.append("fp8_kv_cache")
-    return max(parts, key=_PLAUSIBLE_MEAN_GAP.__getitem__)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from verl_rc.config.rollout import SyncProofConfig
+from verl_rc.metrics.bounds import least_precise
 from verl_rc.weight_sync.manifest import Manifest, TensorSpec
-from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, SyncProofError, check_receipts, least_precise
+from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, SyncProofError, check_receipts
 from verl_rc.weight_sync.sender import SendReceipt
 
 MANIFEST = Manifest((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (3,))))

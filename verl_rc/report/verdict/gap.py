@@ -13,7 +13,7 @@ from itertools import pairwise
 from verl_rc.config.async_checks import NEEDS_ASYNCHRONY
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.config.models import torch_name
-from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE
+from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE, least_precise
 from verl_rc.report.run_folder import RunData, Series
 from verl_rc.report.run_folder.foreign import rejects
 from verl_rc.report.verdict.cause import (
@@ -435,16 +435,14 @@ def _large_from_the_start(run: RunData) -> list[Statement]:
 
 def _precision(run: RunData) -> str | None:
     """The least precise part of engine and trainer, a key of the plausible noises; None where the configuration is not known."""
-    trainer = run.settings.get("actor_rollout_ref.actor.fsdp_config.dtype")
-    parts = [run.settings.get(f"{_ROLLOUT}.dtype"), trainer]
-    if run.settings.get(f"{_ROLLOUT}.quantization") is not None:
-        parts.append("fp8_weights")
-    if str(run.settings.get(f"{_ROLLOUT}.kv_cache_dtype", "auto")) != "auto":
-        parts.append("fp8_kv_cache")
-    known = [torch_name(str(part)) for part in parts if part is not None]
-    if not run.is_own or None in parts or not set(known) <= PLAUSIBLE_NOISE.keys():
+    given = [run.settings.get(key) for key in (f"{_ROLLOUT}.dtype", "actor_rollout_ref.actor.fsdp_config.dtype")]
+    if not run.is_own or None in given:
         return None
-    return max(known, key=PLAUSIBLE_NOISE.__getitem__)
+    engine, trainer = (torch_name(str(dtype)) for dtype in given)
+    if not {engine, trainer} <= PLAUSIBLE_NOISE.keys():
+        return None
+    quantization, cache = run.settings.get(f"{_ROLLOUT}.quantization"), run.settings.get(f"{_ROLLOUT}.kv_cache_dtype", "auto")
+    return least_precise(engine, quantization, str(cache), trainer)
 
 
 def _size_of_gap(run: RunData) -> Statement:
