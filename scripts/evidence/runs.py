@@ -24,7 +24,7 @@ CURVES = (
     "timing_s/step",
 )
 """What is kept of a run."""
-_INTERRUPTED = (130, 143)
+INTERRUPTED = (130, 143)
 """What the trainer returns when it is interrupted: no result of the arm."""
 Start = Callable[[Sequence[str]], int]
 """Runs the trainer with overrides and returns its exit status."""
@@ -95,7 +95,7 @@ def run_all(study: Study, todo: Sequence[tuple[str, int]], folder: Path, results
         )
         began = time.time()
         status = start([*overrides, *places])
-        if status in _INTERRUPTED:
+        if status in INTERRUPTED:
             raise KeyboardInterrupt
         run = Run(arm, seed, overrides, status, round(time.time() - began, 1), curves_of(place / "metrics.jsonl"))
         _append(results, json.dumps(asdict(run)))
@@ -122,9 +122,14 @@ def _append(results: Path, line: str) -> None:
 def start_trainer(overrides: Sequence[str]) -> int:
     """Run the trainer in a process of its own; its output goes to a file beside its metrics."""
     place = Path(next(given for given in overrides if given.startswith("trainer.default_local_dir=")).partition("=")[2])
+    return run_in(place, "verl_rc.main_ppo", *overrides)
+
+
+def run_in(place: Path, module: str, *arguments: str) -> int:
+    """Run ``python -m module`` with its output in ``output.log`` of a folder; returns its exit status."""
     place.mkdir(parents=True, exist_ok=True)
     with (place / "output.log").open("w", encoding="utf-8") as output:
-        command = [sys.executable, "-m", "verl_rc.main_ppo", *overrides]
+        command = [sys.executable, "-m", module, *arguments]
         return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from evidence.runs import ROOT, prepare
 from planted_faults.faults import ARMS
 from planted_faults.matrix import lines_of, row_of, write_matrix
-from planted_faults.runs import ROOT, known_run, prepare, run_all, start_trainer
+from planted_faults.runs import known_run, run_all, start_trainer
 
 from verl_rc.report.run_folder import DIAGNOSIS
 

@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 HEALTHY = ("rounding",)
-"""What a run without a fault must be called; whatever is no fault or notice counts as this."""
+"""What a run without a fault must be called. A statement that is neither fault nor notice counts as this."""
 _STALE = ("weights never arrive", "one version late", "an update was missed", "older weights")
 _CONTEXT = ("the trainer scores other inputs or with noise",)
 
@@ -52,55 +52,47 @@ def _ahead(age: int) -> tuple[str, ...]:
     return (*_BF16, "async=one_step_off", f"async_training.staleness_threshold={age}")
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """All arms by name."""
-
-    arms: Mapping[str, Fault] = field(
-        default_factory=lambda: {
-            "healthy bf16": Fault(0, HEALTHY, _BF16),
-            "healthy fp8": Fault(0, HEALTHY, _FP8),
-            "healthy fp32": Fault(0, HEALTHY, (f"{ROLLOUT}.dtype=float32",)),
-            "temperature 0.9": Fault(1, ("temperature",), _BF16, "temperature:0.9"),
-            "temperature 0.98": Fault(2, ("temperature",), _BF16, "temperature:0.98"),
-            "raw at 0.7": Fault(
-                3, ("raw log-probs at another temperature",), (*_BF16, f"{ROLLOUT}.temperature=0.7"), "report_raw"
-            ),
-            "top-p 0.95": Fault(4, ("sampling filter not mirrored",), _BF16, "top_p:0.95"),
-            "top-p 0.95 raw": Fault(
-                5, ("sampled from another distribution than reported",), _BF16, "top_p:0.95,report_raw"
-            ),
-            "log-probs shifted": Fault(6, ("log-probs shifted",), _BF16, "shifted_log_probs"),
-            "mask shifted": Fault(7, (), _BF16, "shifted_mask", checks=("mask", "LedgerError")),
-            "one sync skipped": Fault(8, _STALE, (*_BF16, "trainer.save_freq=1"), "skip_one_sync", replay_only=True),
-            "every sync skipped": Fault(9, _STALE, _BF16, "skip_every_sync"),
-            "half a tensor": Fault(
-                10, ("the engine holds other weights, or computes otherwise",), _BF16, "half_a_tensor", replay_only=True
-            ),
-            "tokens changed": Fault(
-                12,
-                ("few tokens are others than sampled", "not the sampled tokens, or not their log-probs"),
-                _BF16,
-                "changed_tokens",
-            ),
-            "bf16 transport": Fault(13, ("log-probs rounded",), _BF16, "rounded_log_probs"),
-            "prompt token missing": Fault(14, _CONTEXT, _BF16, "missing_prompt_token", replay_only=True),
-            "padding attended": Fault(15, _CONTEXT, _BF16, "attended_padding:20", replay_only=True),
-            "dropout in the trainer": Fault(17, _CONTEXT, _BF16, "dropout", replay_only=True),
-            "stop token banned": Fault(18, ("token banned",), _BF16, "banned_stop"),
-            "four updates in bypass": Fault(
-                19,
-                ("drift within the step",),
-                (*_BF16, "algorithm.rollout_correction.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"),
-            ),
-            "age 1": Fault(20, ("staleness",), _ahead(1)),
-            "age 4": Fault(20, ("staleness",), _ahead(4)),
-            "NaN in 0.1 %": Fault(21, ("overflow or empty logits",), _BF16, "nan_log_probs"),
-        }
-    )
-
-
-ARMS = Matrix().arms
+ARMS: Mapping[str, Fault] = {
+    "healthy bf16": Fault(0, HEALTHY, _BF16),
+    "healthy fp8": Fault(0, HEALTHY, _FP8),
+    "healthy fp32": Fault(0, HEALTHY, (f"{ROLLOUT}.dtype=float32",)),
+    "temperature 0.9": Fault(1, ("temperature",), _BF16, "temperature:0.9"),
+    "temperature 0.98": Fault(2, ("temperature",), _BF16, "temperature:0.98"),
+    "raw at 0.7": Fault(
+        3, ("raw log-probs at another temperature",), (*_BF16, f"{ROLLOUT}.temperature=0.7"), "report_raw"
+    ),
+    "top-p 0.95": Fault(4, ("sampling filter not mirrored",), _BF16, "top_p:0.95"),
+    "top-p 0.95 raw": Fault(
+        5, ("sampled from another distribution than reported",), _BF16, "top_p:0.95,report_raw"
+    ),
+    "log-probs shifted": Fault(6, ("log-probs shifted",), _BF16, "shifted_log_probs"),
+    "mask shifted": Fault(7, (), _BF16, "shifted_mask", checks=("mask", "LedgerError")),
+    "one sync skipped": Fault(8, _STALE, (*_BF16, "trainer.save_freq=1"), "skip_one_sync", replay_only=True),
+    "every sync skipped": Fault(9, _STALE, _BF16, "skip_every_sync"),
+    "half a tensor": Fault(
+        10, ("the engine holds other weights, or computes otherwise",), _BF16, "half_a_tensor", replay_only=True
+    ),
+    "tokens changed": Fault(
+        12,
+        ("few tokens are others than sampled", "not the sampled tokens, or not their log-probs"),
+        _BF16,
+        "changed_tokens",
+    ),
+    "bf16 transport": Fault(13, ("log-probs rounded",), _BF16, "rounded_log_probs"),
+    "prompt token missing": Fault(14, _CONTEXT, _BF16, "missing_prompt_token", replay_only=True),
+    "padding attended": Fault(15, _CONTEXT, _BF16, "attended_padding:20", replay_only=True),
+    "dropout in the trainer": Fault(17, _CONTEXT, _BF16, "dropout", replay_only=True),
+    "stop token banned": Fault(18, ("token banned",), _BF16, "banned_stop"),
+    "four updates in bypass": Fault(
+        19,
+        ("drift within the step",),
+        (*_BF16, "algorithm.rollout_correction.bypass_mode=True", f"{ACTOR}.ppo_epochs=2"),
+    ),
+    "age 1": Fault(20, ("staleness",), _ahead(1)),
+    "age 4": Fault(20, ("staleness",), _ahead(4)),
+    "NaN in 0.1 %": Fault(21, ("overflow or empty logits",), _BF16, "nan_log_probs"),
+}
+"""All arms by name."""
 LEFT_OUT = {
     11: "prefix cache not reset: prompts of this task are shorter than a block of the cache",
     22: "fp8 cache: vLLM on a CPU has it for heads of 32 or 64 alone, the quickstart's model has heads of 48",

@@ -1,20 +1,16 @@
 """Running arms one after the other; what ended a run stands in its folder, which is kept for the doctor."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evidence.runs import INTERRUPTED, run_in
 from planted_faults.faults import ARMS, COMMON
 
-ROOT = Path(__file__).resolve().parents[2]
 DONE = "planted.json"
 """In the folder of a run that has ended: exit status, seconds, overrides."""
-_INTERRUPTED = (130, 143)
 Start = Callable[[str, Sequence[str], Path], int]
 """Runs the trainer with a fault and overrides, its output in a file, and returns its exit status."""
 
@@ -65,7 +61,7 @@ def run_all(base: Path, arms: Sequence[str], seeds: Sequence[int], start: Start)
             )
             began = time.time()
             status = start(ARMS[arm].planted, [*overrides, *places], folder)
-            if status in _INTERRUPTED:
+            if status in INTERRUPTED:
                 raise KeyboardInterrupt
             if not (folder / "metrics.jsonl").is_file():
                 continue  # it did not start, which says nothing of the fault: it is still to be run
@@ -77,16 +73,4 @@ def run_all(base: Path, arms: Sequence[str], seeds: Sequence[int], start: Start)
 
 def start_trainer(fault: str, overrides: Sequence[str], folder: Path) -> int:
     """Run the trainer in a process of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "scripts.planted_faults.start", fault, "--", *overrides]
-    with (folder / "output.log").open("w", encoding="utf-8") as output:
-        return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
-
-
-def prepare(base: Path) -> None:
-    """Make the task and the model that all runs start from, once."""
-    if (base / "sft_model" / "config.json").is_file():
-        return
-    fixed = {"RUN_ROOT": str(base.resolve()), "SEED": "1", "NUM_HEADS": "4", "PYTHON": sys.executable}
-    inherited = {name: value for name, value in os.environ.items() if name not in ("DATA_DIR", "MODEL_PATH")}
-    subprocess.run(["bash", "scripts/warm_start.sh"], cwd=ROOT, env={**inherited, **fixed}, check=True)
+    return run_in(folder, "scripts.planted_faults.start", fault, "--", *overrides)
