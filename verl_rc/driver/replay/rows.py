@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_rc.data.batches import TokenBatch
+from verl_rc.data.batches import TokenBatch, left_padded
 from verl_rc.data.token_record import FOLDER, DamagedRecordError, TokenRecord, read_record, record_files
 
 
@@ -62,9 +62,8 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
     """The rows of a record that were drawn at random, then the others, at most so many."""
     assert record.prompts is not None, "records without prompts are left out"
     order = np.argsort(record.rows["chosen_by"] != "random", kind="stable")[:most_rows].tolist()
-    prompts = [record.prompts[row] for row in order]
+    prompts, prompt_lengths = left_padded([record.prompts[row].tolist() for row in order], pad_token_id=0)
     width = int(record.lengths[order].max())
-    longest = max(len(prompt) for prompt in prompts)
 
     def padded(name: str, kind: torch.dtype) -> Tensor:
         values = torch.zeros(len(order), max(width, 1), dtype=kind)
@@ -73,9 +72,6 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
             values[place, : len(of_row)] = of_row.to(kind)
         return values
 
-    left = torch.zeros(len(order), longest, dtype=torch.int64)
-    for place, prompt in enumerate(prompts):
-        left[place, longest - len(prompt) :] = torch.from_numpy(prompt.astype("int64"))
     rollout, mask = padded("rollout_log_prob", torch.float32), padded("response_mask", torch.bool)
     train = padded("old_log_prob", torch.float32) if "old_log_prob" in record.tokens else None
     trainer_version = int(record.facts.get("current_version", record.step - 1))
@@ -87,8 +83,8 @@ def rows_of(record: TokenRecord, most_rows: int) -> RecordedRows:
         version=version,
         trainer_version=trainer_version,
         tokens=TokenBatch(
-            prompts=left,
-            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+            prompts=prompts,
+            prompt_lengths=prompt_lengths,
             responses=padded("response_ids", torch.int64),
             response_lengths=torch.from_numpy(record.lengths[order].copy()),
             batch_size=[len(order)],

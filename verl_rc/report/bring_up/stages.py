@@ -18,7 +18,7 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.choices import actor_limit
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.report.bring_up.process import OtherProcess
-from verl_rc.report.memory import ModelShape, estimate_roles
+from verl_rc.report.memory import ModelShape, estimate_roles, model_paths
 from verl_rc.report.preflight_machine import Finding, check_driver, uses_gpus
 from verl_rc.rollout.sampling import GenerationRequest, SamplingOptions, engine_options
 from verl_rc.weight_sync.proof import GapLimit, LoadReceipt, LogProbGap, check_receipts
@@ -137,7 +137,7 @@ class Stages:
         found = f"{num_tokens} tokens a rank: log-probs in {scored - started:.2f} s, an update in {ended - begun:.2f} s"
         report.findings.append(Finding("ok", "trainer", found))
         if peaks:
-            shapes = dict.fromkeys(_paths(config), shape)
+            shapes = dict.fromkeys(model_paths(config), shape)
             estimate = estimate_roles(config, shapes, torch.cuda.mem_get_info(0)[1])[0].model
             report.numbers["estimated_bytes"] = estimate
             found = f"{max(peaks):.2f} GiB at the peak of an update, {estimate / _GIB:.2f} GiB estimated"
@@ -279,10 +279,6 @@ def _on_one_node(config: RunConfig) -> RunConfig:
     policy = config.actor_rollout_ref
     rollout, trainer = policy.rollout.model_copy(update={"nnodes": 1}), config.trainer.model_copy(update={"nnodes": 1})
     return config.model_copy(update={"trainer": trainer, "actor_rollout_ref": policy.model_copy(update={"rollout": rollout})})
-
-
-def _paths(config: RunConfig) -> set[str]:
-    return {config.actor_rollout_ref.model.path, config.critic.model.path, config.actor_rollout_ref.ref.model_path}
 
 
 def _full_micro_batch(config: RunConfig, vocabulary: int) -> tuple[TokenBatch, list[int]]:

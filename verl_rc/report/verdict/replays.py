@@ -6,7 +6,7 @@ share of a part is its covariance with the gap over the gap's variance, and shar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from verl_rc.metrics.bounds import BOUNDS
@@ -54,16 +54,7 @@ class ReplayedRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Return the record for machines."""
-        return {
-            "step": self.step,
-            "version": self.version,
-            "tokens": self.tokens,
-            "gap": self.gap,
-            "parts": {name: {"size": part.size, "share": part.share} for name, part in self.parts.items()},
-            "versions": {str(version): size for version, size in self.versions.items()},
-            "numbers": dict(self.numbers),
-            "reproduced_by": self.reproduced_by,
-        }
+        return asdict(self)
 
 
 def replayed_records(found: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]:
