@@ -11,27 +11,31 @@ Given = tuple[str, Sequence[Sequence[int]]]
 """A model folder, and prompt and response ids of each row to score with it."""
 
 
-def prefill_log_probs(options: EngineOptions, given: Sequence[Given]) -> list[list[list[float]]]:
-    """Of each version, of each row, the log-prob of every token but the first, nats, at temperature 1.
+class TeacherForcedEngine:
+    """Lives alone in its process: vLLM owns the process's threads. Prompt log-probs bypass the prefix cache."""
 
-    To be called in a process of its own: vLLM owns the threads of its process. Prompt log-probs bypass the prefix cache.
-    """
-    llm = LLM(
-        model=given[0][0], dtype=options.dtype, max_model_len=options.max_model_len, disable_log_stats=True,
-        **options.arguments,
-    )  # fmt: skip
-    parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-    found = []
-    loaded = given[0][0]
-    for model_path, sequences in given:
-        if model_path != loaded:
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": model_path})
-            loaded = model_path
-        outputs = llm.generate([tokens_input(list(ids)) for ids in sequences], parameters, use_tqdm=False)
-        of_rows = []
-        for ids, output in zip(sequences, outputs, strict=True):
-            entries = output.prompt_logprobs
-            assert entries is not None, "prompt log-probs were asked for"
-            of_rows.append([entry[token].logprob for token, entry in zip(ids[1:], entries[1:], strict=True) if entry is not None])
-        found.append(of_rows)
-    return found
+    def __init__(self, options: EngineOptions) -> None:
+        """Build the engine with the weights of ``options.model_path``."""
+        self._loaded = options.model_path
+        self._llm = LLM(
+            model=options.model_path, dtype=options.dtype, max_model_len=options.max_model_len, disable_log_stats=True,
+            **options.arguments,
+        )  # fmt: skip
+
+    def log_probs(self, given: Sequence[Given]) -> list[list[list[float]]]:
+        """Of each version, of each row, the log-prob of every token but the first, nats, at temperature 1."""
+        parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        found = []
+        for model_path, sequences in given:
+            if model_path != self._loaded:
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": model_path})
+                self._loaded = model_path
+            outputs = self._llm.generate([tokens_input(list(ids)) for ids in sequences], parameters, use_tqdm=False)
+            of_rows = []
+            for ids, output in zip(sequences, outputs, strict=True):
+                entries = output.prompt_logprobs
+                assert entries is not None, "prompt log-probs were asked for"
+                scored = zip(ids[1:], entries[1:], strict=True)
+                of_rows.append([entry[token].logprob for token, entry in scored if entry is not None])
+            found.append(of_rows)
+        return found

@@ -1,17 +1,15 @@
 """The engine's side of a replay, in a process of its own."""
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 
 from verl_rc.config.run import RunConfig
 from verl_rc.driver.replay.rows import RecordedRows
-from verl_rc.rollout.sampling import EngineOptions, engine_options
+from verl_rc.report.bring_up.process import OtherProcess
+from verl_rc.rollout.sampling import engine_options
 from verl_rc.workers.environment import engine_environment
 from verl_rc.workers.host import usable_cores
 
@@ -21,21 +19,18 @@ def engine_log_probs(config: RunConfig, given: Sequence[tuple[RecordedRows, str]
     options = engine_options(config, device)
     arguments = {**options.arguments, "load_format": "auto", "enable_prefix_caching": False}
     asked = [(folder, _sequences(rows)) for rows, folder in given]
-    kept = dict(os.environ)
-    os.environ.update(engine_environment(usable_cores(), device, one_node=True))  # read when the process starts
+    environment = engine_environment(usable_cores(), device, one_node=True)
+    engine = OtherProcess(
+        "verl_rc.rollout.teacher_forced:TeacherForcedEngine",
+        environment,
+        has_children=True,
+        options=replace(options, model_path=asked[0][0], arguments=arguments),
+    )
     try:
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            answers = process.submit(_in_engine_process, replace(options, arguments=arguments), asked).result()
+        answers = engine.call("log_probs", asked)
     finally:
-        os.environ.clear()
-        os.environ.update(kept)
+        engine.end()
     return [_on_grid(rows, answer) for (rows, _), answer in zip(given, answers, strict=True)]
-
-
-def _in_engine_process(options: EngineOptions, asked: Sequence[tuple[str, list[list[int]]]]) -> list[list[list[float]]]:
-    from verl_rc.rollout.teacher_forced import prefill_log_probs  # noqa: PLC0415  (vLLM owns the threads of its process)
-
-    return prefill_log_probs(options, asked)
 
 
 def _sequences(rows: RecordedRows) -> list[list[int]]:
