@@ -1,8 +1,9 @@
 """A loop of engines and a trainer in simulated time, which decides with the rules of ``verl_rc.ppo``; shared by their tests.
 
-Engines decode with continuous batching: a decode step of b running responses takes ``decode_ms + each_ms * b`` and gives each of
-them one token. Lengths are lognormal, half of the log-variance belongs to the prompt. Everything else is the asynchronous loop:
-admit what the rule allows, wait until there is a batch, train, publish every M-th step.
+Engines decode with continuous batching: a decode step of b running responses takes ``decode_ms + each_ms * b`` and gives each one
+token. Lengths are lognormal, half of the log-variance belongs to the prompt. A response may also be a conversation, whose tools take
+their seconds beside everything else. The rest is the asynchronous loop: admit what the rule allows, wait until there is a batch,
+train, publish every M-th step.
 """
 
 import collections
@@ -10,12 +11,24 @@ import heapq
 import math
 import random
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from verl_rc.ppo.admission import Admission, NextBatch, OpenGroup, ReplayRule, next_batch
 from verl_rc.ppo.ledger import RunningLedger
+
+
+class Turn(NamedTuple):
+    """What the policy writes between two answers of tools."""
+
+    tokens: int
+    tool_seconds: float = 0.0
+    """How long the tool takes that the turn calls; the last turn calls none."""
+
+
+Turns = tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,17 @@ class Cluster:
     fixed_seconds: float = 0.2
     other_seconds: float = 0.15
     sync_seconds: float = 0.03
+    draw_group: Callable[[random.Random], list[Turns]] | None = None
+    """The conversations of a prompt; None: lengths are drawn from ``mean``, ``sigma`` and ``longest``, and there are no tools."""
+
+    def draw(self, rng: random.Random) -> list[Turns]:
+        """The samples of a prompt."""
+        if self.draw_group is not None:
+            return self.draw_group(rng)
+        location, spread = math.log(self.mean) - self.sigma**2 / 2, self.sigma / math.sqrt(2)
+        of_prompt = rng.gauss(0, spread)
+        drawn = [math.exp(location + of_prompt + rng.gauss(0, spread)) for _ in range(self.samples)]
+        return [(Turn(max(16, min(self.longest, int(length)))),) for length in drawn]
 
 
 @dataclass(frozen=True)
@@ -88,8 +112,8 @@ class _Engine:
 
     def __init__(self) -> None:
         self.position = self.time = self.paused_until = 0.0
-        self.running: list[tuple[float, int, float, float, int, _Group]] = []
-        self.waiting: collections.deque[tuple[_Group, int]] = collections.deque()
+        self.running: list[tuple[float, int, float, float, Turns, _Group]] = []
+        self.waiting: collections.deque[tuple[_Group, Turns]] = collections.deque()
         self.stamp = 0
 
     @property
@@ -109,6 +133,8 @@ class _Loop:
         self.loads = [(0, index) for index in range(len(self.engines))]
         self.now, self.trained = 0.0, 0
         self.events: list[tuple[float, int, int]] = []
+        self.tools: list[tuple[float, int, float, Turns, _Group]] = []
+        """Ends of tools: time, engine, what orders equal ones, the turns that are left, the group."""
         self.groups: dict[int, _Group] = {}
         self.outcome = Outcome()
         self.sampled, self.dropped = 0, 0.0
@@ -135,8 +161,9 @@ class _Loop:
     def fill(self, index: int) -> None:
         engine = self.engines[index]
         while engine.waiting and len(engine.running) < self.cluster.slots:
-            group, length = engine.waiting.popleft()
-            begun = (engine.position + length, group.number, self.rng.random(), engine.position, length, group)
+            group, turns = engine.waiting.popleft()
+            end = engine.position + turns[0].tokens
+            begun = (end, group.number, self.rng.random(), engine.position, turns, group)
             heapq.heappush(engine.running, begun)
         self.plan(index)
 
@@ -148,43 +175,56 @@ class _Loop:
                 return index
 
     def admit(self) -> None:
-        cluster, rng = self.cluster, self.rng
-        location, spread = math.log(cluster.mean) - cluster.sigma**2 / 2, cluster.sigma / math.sqrt(2)
         count, touched = self.admission.allowance(), set()
         for number in range(self.admission.admitted, self.admission.admitted + count):
-            of_prompt = rng.gauss(0, spread)
-            drawn = [math.exp(location + of_prompt + rng.gauss(0, spread)) for _ in range(cluster.samples)]
-            lengths = [max(16, min(cluster.longest, int(length))) for length in drawn]
+            samples = self.cluster.draw(self.rng)
+            lengths = [sum(turn.tokens for turn in turns) for turns in samples]
             group = self.groups[number] = _Group(number, self.admission.published, lengths, len(lengths))
             self.outcome.admitted.append(sum(lengths))
-            for length in lengths:
+            for turns in samples:
                 index = self.least_loaded()
-                self.engines[index].waiting.append((group, length))
+                self.engines[index].waiting.append((group, turns))
                 touched.add(index)
         self.admission, self.ledger = self.admission.admit(count), self.ledger.admit(count)
         for index in touched:
             self.advance(index, self.now)
             self.fill(index)
 
-    def next_response(self, until: float) -> bool:
-        """The next response ends; False when none does before ``until``."""
+    def next_event(self, until: float) -> bool:
+        """The next turn or tool ends; False when none does before ``until``."""
         while self.events and self.events[0][2] != self.engines[self.events[0][1]].stamp:
             heapq.heappop(self.events)
-        if not self.events or self.events[0][0] > until:
+        turn_ends = self.events[0][0] if self.events else math.inf
+        tool_ends = self.tools[0][0] if self.tools else math.inf
+        if min(turn_ends, tool_ends) > until or min(turn_ends, tool_ends) == math.inf:
             return False
+        if tool_ends < turn_ends:
+            time, index, _, turns, group = heapq.heappop(self.tools)
+            self.now = max(self.now, time)
+            self.advance(index, time)
+            self.engines[index].waiting.append((group, turns))
+        else:
+            index = self.end_turn()
+        self.fill(index)
+        heapq.heappush(self.loads, (self.engines[index].load, index))
+        return True
+
+    def end_turn(self) -> int:
+        """The shortest turn of an engine ends; returns the engine."""
         time, index, _ = heapq.heappop(self.events)
         self.now = max(self.now, time)
         self.advance(index, time)
         engine = self.engines[index]
-        end, _, _, _, length, group = heapq.heappop(engine.running)
-        engine.position, self.sampled = max(engine.position, end), self.sampled + length
+        end, _, _, _, (turn, *left), group = heapq.heappop(engine.running)
+        engine.position, self.sampled = max(engine.position, end), self.sampled + turn.tokens
+        if left:
+            heapq.heappush(self.tools, (time + turn.tool_seconds, index, self.rng.random(), tuple(left), group))
+            return index
         group.running -= 1
         if group.running == 0:
             self.admission = self.admission.keep([group.number])
             self.ended_since_step += 1
-        self.fill(index)
-        heapq.heappush(self.loads, (engine.load, index))
-        return True
+        return index
 
     def decide(self) -> NextBatch:
         open_groups = [OpenGroup(group.number, group.version, group.running == 0) for group in self.groups.values()]
@@ -200,6 +240,8 @@ class _Loop:
             engine.waiting = collections.deque(one for one in engine.waiting if one[0].number not in gone)
             self.fill(index)
             heapq.heappush(self.loads, (engine.load, index))
+        self.tools = [tool for tool in self.tools if tool[-1].number not in gone]
+        heapq.heapify(self.tools)
         for number in numbers:
             group = self.groups.pop(number)
             self.dropped += 0 if group.running else sum(group.lengths)
@@ -215,7 +257,7 @@ class _Loop:
         while not decision.numbers:
             ended = self.ended_since_step
             while self.ended_since_step == ended:
-                assert self.next_response(math.inf), "nothing is in flight, and there is no batch"
+                assert self.next_event(math.inf), "nothing is in flight, and there is no batch"
             decision = self.decide()
         self.ledger = self.ledger.end("trained", decision.numbers)
         return [self.groups.pop(number) for number in decision.numbers]
@@ -227,7 +269,7 @@ class _Loop:
         rates = 1 / cluster.update_per_second + 1 / cluster.score_per_second
         training = tokens / self.trainers * rates + cluster.fixed_seconds / every
         until = self.now + training + cluster.other_seconds / every
-        while self.next_response(until):
+        while self.next_event(until):
             pass
         self.now = until
         self.outcome.trained += [sum(group.lengths) for group in batch]
@@ -243,7 +285,7 @@ class _Loop:
     def publish(self) -> None:
         cluster = self.cluster
         if not self.mode.partial:
-            while self.next_response(math.inf):
+            while self.next_event(math.inf):
                 pass
         for index, engine in enumerate(self.engines):
             self.advance(index, self.now)
@@ -255,12 +297,14 @@ class _Loop:
         self.admission = self.admission.publish(self.trained)
 
 
-def run_loop(mode: Mode, *, publications: int = 12, warm_up: int = 3, seed: int = 0, ends: bool = False) -> Outcome:
+def run_loop(
+    mode: Mode, cluster: Cluster = Cluster(), *, publications: int = 12, warm_up: int = 3, seed: int = 0, ends: bool = False
+) -> Outcome:
     """Train for so many publications; the ledger is checked at every step.
 
     ``ends``: the number of steps is known, so that nothing is admitted that would not be trained on.
     """
-    loop = _Loop(Cluster(), mode, seed)
+    loop = _Loop(cluster, mode, seed)
     if ends:
         loop.admission = replace(loop.admission, total=publications * mode.every * loop.rule.batch)
     loop.admit()
