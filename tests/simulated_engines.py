@@ -1,7 +1,7 @@
 """A loop of engines and a trainer in simulated time, which decides with the rules of ``verl_rc.ppo``; shared by their tests.
 
 Engines decode with continuous batching: a decode step of b running responses takes ``decode_ms + each_ms * b`` and gives each one
-token. Lengths are lognormal, half of the log-variance belongs to the prompt. A response may also be a conversation, whose tools take
+token. Lengths are lognormal, half of the log-variance belongs to the prompt. A response may be a conversation, whose tools take
 their seconds beside everything else. The rest is the asynchronous loop: admit what the rule allows, wait until there is a batch,
 train, publish every M-th step.
 """

@@ -28,23 +28,22 @@ class MeasuredStep:
     def fastest(self, options: AsyncTrainingConfig) -> float:
         """Seconds below which a step cannot come.
 
-        Whole responses end before the next publication. Responses that weights change under have ``k + 1`` publications' time.
+        Whole responses end before the next publication. Responses that weights change under are sampled and trained on within
+        ``options.oldest + 1`` steps.
         """
         if options.staleness == 0:
             return self.in_turns if options.trigger_parameter_sync_step == 1 else max(self.sampling, self.training)
         if not options.partial_rollout:
             return max(self.sampling, self.training)
-        return max(self.training, self.sampling / float(1 + options.staleness))
+        return max(self.training, self.in_turns / (options.oldest + 1))
 
     def slowest(self, options: AsyncTrainingConfig) -> float:
         """Seconds that a step takes at most: the engines do one batch after the other."""
         return self.in_turns if options.staleness == 0 else max(self.sampling, self.training)
 
     def smallest_useful_staleness(self, options: AsyncTrainingConfig) -> int:
-        """The smallest whole k beyond which steps cannot get shorter."""
-        if not options.partial_rollout:
-            return 1
-        return max(1, math.ceil(round(self.sampling / self.training, 9)) - 1)
+        """The smallest whole k that keeps the trainer busy, however many responses take as long as the longest."""
+        return _enough(self.sampling, self.training, options)
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,14 @@ class WaitTotals:
 
     def smallest_useful_staleness(self, options: AsyncTrainingConfig) -> int:
         """The smallest whole k that would have kept the trainer busy; ``steps`` must be > 0."""
-        if not options.partial_rollout:
-            return 1  # whole responses end before the next publication
-        return max(1, math.ceil(self.longest_group / self.step_without_waiting) - 1)
+        return _enough(self.longest_group, self.step_without_waiting, options)
+
+
+def _enough(longest: float, step: float, options: AsyncTrainingConfig) -> int:
+    """The smallest k with which no step of ``step`` seconds waits for groups that take up to ``longest`` seconds.
+
+    The first groups that a publication admits are those of the step that begins ``k`` publications later.
+    """
+    if not options.partial_rollout:
+        return 1  # whole responses end before the next publication
+    return max(1, math.ceil(round(longest / (step * options.trigger_parameter_sync_step), 9)))

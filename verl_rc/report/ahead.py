@@ -92,13 +92,13 @@ def prediction(measured: MeasuredStep, options: AsyncTrainingConfig) -> Iterator
         f"{measured.training:.3g} s, one side alone; publishing not counted)"
     )
     useful = measured.smallest_useful_staleness(options)
-    best = max(measured.training, measured.sampling / (1 + useful if options.partial_rollout else 1))
+    best = measured.training if options.partial_rollout else max(measured.sampling, measured.training)
     if measured.in_turns <= _SMALL_GAIN * best:
         slower = "sampling" if measured.sampling > measured.training else "training"
         share = max(measured.sampling, measured.training) / measured.in_turns
         yield f"no staleness_threshold helps: {slower} takes {share:.0%} of a step in turns, so give that side more devices"
     elif options.staleness < useful:
-        yield f"staleness_threshold={useful} is the smallest that can keep the trainer busy; with less it waits for samples"
+        yield f"staleness_threshold={useful} is the smallest that keeps the trainer busy; with less it may wait for samples"
     elif options.staleness > useful:
         yield f"staleness_threshold={useful} is the smallest useful one: with more, tokens get older and steps no shorter"
 

@@ -17,7 +17,7 @@ def options(k: float, *, partial: bool = False, every: int = 1) -> AsyncTraining
         (MeasuredStep(10, 10), options(0, every=4), (10, 20)),
         (MeasuredStep(12, 10), options(1), (12, 12)),
         (MeasuredStep(12, 10), options(3), (12, 12)),
-        (MeasuredStep(30, 10), options(1, partial=True), (15, 30)),  # two publications' time for the longest response
+        (MeasuredStep(30, 10), options(1, partial=True), (40 / 3, 30)),  # at most two steps old: trained on in the third step
         (MeasuredStep(30, 10), options(2, partial=True), (10, 30)),
         (MeasuredStep(30, 10), options(5, partial=True), (10, 30)),
     ],
@@ -27,11 +27,19 @@ def test_the_bounds_of_a_step(measured: MeasuredStep, given: AsyncTrainingConfig
 
 
 @pytest.mark.parametrize(
-    ("sampling", "training", "partial", "useful"),
-    [(10, 10, False, 1), (90, 10, False, 1), (10, 10, True, 1), (30, 10, True, 2), (31, 10, True, 3), (5, 10, True, 1)],
+    ("sampling", "given", "useful"),
+    [
+        (10, options(1), 1),
+        (90, options(1), 1),
+        (10, options(1, partial=True), 1),
+        (30, options(1, partial=True), 3),
+        (31, options(1, partial=True), 4),
+        (5, options(1, partial=True), 1),
+        (31, options(1, partial=True, every=2), 2),
+    ],
 )
-def test_the_smallest_useful_staleness(sampling: float, training: float, partial: bool, useful: int) -> None:
-    assert MeasuredStep(sampling, training).smallest_useful_staleness(options(1, partial=partial)) == useful
+def test_the_smallest_useful_staleness(sampling: float, given: AsyncTrainingConfig, useful: int) -> None:
+    assert MeasuredStep(sampling, 10).smallest_useful_staleness(given) == useful
 
 
 @pytest.mark.parametrize("seconds", [(0, 1), (1, -1), (float("nan"), 1), (1, float("inf"))])
