@@ -4,20 +4,31 @@ Usage: python scripts/bench/asynchronous.py ratios|tools --model FOLDER --data F
 
 ``ratios``: the quickstart one step off, with sampling about 0.5, 1 and 2 times as long as training. A step should take the longer
 of both sides and the publication. ``tools``: sums with a calculator that sleeps (model and data of recipes/digits_cpu_tools.sh),
-in turns and 1 and 3 steps off, and with whole responses.
+in turns and 1 and 3 steps off, and with whole responses. From the run in turns alone, on one core, simulated engines predict the
+steps of those with partial rollouts.
 """
 
 import argparse
 import json
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
+from fractions import Fraction
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from verl_rc.report.timeline import read_timeline
+from verl_rc.rollout.tools import ToolError, evaluate_expression
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from simulated_engines import Cluster, Mode, Turn, Turns, run_loop  # noqa: E402  (the tests' own engines)
+
 WAITING = {"gen", "step", "admit"}
 PUBLISHING = {"update_weights", "sync_canary"}
 SLEEPING_TOOL = '''
@@ -27,13 +38,19 @@ import time
 from verl_rc.rollout.tools import Tool, evaluate_expression
 
 
+def seconds(expression: str) -> float:
+    return min(4.0, random.Random(expression).lognormvariate(-1.24, 0.8))  # 0.4 in the mean
+
+
 def calculate(expression: str) -> str:
-    time.sleep(min(4.0, random.Random(expression).lognormvariate(-1.24, 0.8)))  # 0.4 s in the mean
+    time.sleep(seconds(expression))
     return evaluate_expression(expression)
 
 
 CALCULATOR = Tool("calculator", "Evaluates an expression.", {"expression": "What to evaluate."}, calculate)
 '''
+ON_ONE_CORE = "in turns on one core"
+"""Each side alone with what it has beside the other one."""
 ONE_OFF = ["async=one_step_off"]
 WHOLE = [*ONE_OFF, "async_training.staleness_threshold=2"]
 ARMS = {
@@ -43,6 +60,7 @@ ARMS = {
         "2": [*ONE_OFF, "actor_rollout_ref.rollout.max_num_seqs=48"],
     },
     "tools": {
+        ON_ONE_CORE: [],
         "in turns": [],
         "1 step off": ["async=partial"],
         "3 steps off": ["async=partial", "async_training.staleness_threshold=3"],
@@ -68,7 +86,10 @@ def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str,
     settings |= {"CORRECTION": "decoupled_token_is", "PYTHONPATH": os.pathsep.join([str(ROOT), str(given.folder)])}
     short = [f"trainer.total_training_steps={given.steps}", "trainer.val_before_train=False", "trainer.test_freq=-1"]
     short += ["trainer.save_freq=-1", "trainer.logger=[console]", "async_training.trace=True"]
+    short += [f"trainer.rollout_data_dir={folder}/rollouts"]
     command = ["bash", str(ROOT / "recipes" / recipe), *(OF_TOOLS if given.case == "tools" else []), *short, *overrides]
+    if name == ON_ONE_CORE:
+        command = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), *command]
     with (given.folder / f"{folder.name}.log").open("w") as log:
         subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, stdout=log, stderr=log, check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -85,12 +106,73 @@ def run(name: str, overrides: list[str], given: argparse.Namespace) -> dict[str,
     median = statistics.median
     found = {
         "step": median(line["timing_s/step"] for line in steps),
+        "mean_step": statistics.mean(line["timing_s/step"] for line in steps),
+        "mean_waiting": statistics.mean(line.get("timing_s/gen", 0.0) for line in steps),
         "sampling": median(sampled(line["step"]) for line in steps),
         "training": median(stages(line, False, WAITING | PUBLISHING) for line in steps),
         "publishing": median(stages(line, True, PUBLISHING) for line in steps),
         "waiting": median(line.get("timing_s/gen", 0.0) for line in steps),
     }
     return found | {"bound": max(found["sampling"], found["training"]) + found["publishing"]}
+
+
+def recorded_groups(folder: Path, model: Path) -> list[list[Turns]]:
+    """The conversations of each prompt: tokens that the policy wrote, and seconds that the calculator took."""
+    from sleeping_tool import seconds  # written by ``main``
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def tokens(text: str) -> int:
+        return 1 + len(tokenizer(text, add_special_tokens=False).input_ids)  # one ends the turn
+
+    def turns(text: str) -> Turns:
+        call = re.match("(.*?<tool>(.*?)</tool>)(.*)", text, re.DOTALL)
+        if call is None:
+            return (Turn(tokens(text)),)
+        first, expression, rest = call.groups()
+        try:
+            answer = evaluate_expression(expression)
+        except ToolError:
+            answer = ""
+        return (Turn(tokens(first), seconds(expression)), Turn(tokens(rest.removeprefix(answer))))
+
+    groups = defaultdict(list)
+    for path in sorted((folder / "rollouts").glob("*.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            groups[line["step"], json.dumps(line["input"])].append(turns(line["output"]))
+    return list(groups.values())
+
+
+def simulated_step(groups: list[list[Turns]], decode_ms: float, training: float, ahead: int) -> float:
+    """Seconds of a step, the mean of 300, whose prompts are drawn from ``groups``."""
+    cluster = Cluster(
+        devices=2,
+        batch=4,
+        slots=len(groups[0]) * 4 * (1 + ahead),
+        decode_ms=decode_ms,
+        each_ms=0,
+        prefill_per_second=math.inf,
+        update_per_second=math.inf,
+        score_per_second=math.inf,
+        fixed_seconds=training,
+        other_seconds=0,
+        sync_seconds=0,
+        draw_group=lambda rng: rng.choice(groups),
+    )
+    mode = Mode(Fraction(ahead), Fraction(ahead + 1), order="ready") if ahead else Mode()
+    return run_loop(mode, cluster, publications=310, warm_up=10).step_seconds
+
+
+def predictions(groups: list[list[Turns]], alone: dict[str, float]) -> dict[str, float]:
+    """Seconds of a step by arm; a decode step takes what makes the simulated step in turns as long as the real one."""
+    training = alone["mean_step"] - alone["mean_waiting"]
+    low, high = 0.1, 1000.0
+    for _ in range(20):
+        middle = math.sqrt(low * high)
+        too_long = simulated_step(groups, middle, training, 0) > alone["mean_step"]
+        low, high = (low, middle) if too_long else (middle, high)
+    steps = {arm: simulated_step(groups, low, training, ahead) for arm, ahead in (("1 step off", 1), ("3 steps off", 3))}
+    return {"decode_ms": low, **steps}
 
 
 def main() -> None:
@@ -105,8 +187,14 @@ def main() -> None:
     given.folder, given.model, given.data = given.folder.resolve(), given.model.resolve(), given.data.resolve()
     given.folder.mkdir(parents=True, exist_ok=True)
     (given.folder / "sleeping_tool.py").write_text(SLEEPING_TOOL)
+    sys.path.insert(0, str(given.folder))
+    predicted = dict[str, float]()
     for name, overrides in ARMS[given.case].items():
         found = run(name, overrides, given)
+        if name == ON_ONE_CORE:
+            predicted = predictions(recorded_groups(given.folder / name.replace(" ", "_"), given.model), found)
+        if name in predicted:
+            found |= {"predicted": predicted[name], "predicted_over_mean": predicted[name] / found["mean_step"]}
         measured = {key: round(value, 3) for key, value in found.items()}
         print(json.dumps({"arm": name, **measured, "step_over_bound": round(found["step"] / found["bound"], 3)}), flush=True)
 
