@@ -1,15 +1,17 @@
 """Completions per second of a whole GRPO step: TRL's GRPOTrainer against verl_rc, on this machine's CPU.
 
-Both train the quickstart's model after SFT (1.2 M parameters) in fp32 on its prompts: 32 prompts x 2 samples of up to 32
-tokens, each until its end token, and one optimizer step over all 64 rows. TRL generates with transformers and, with one
-update per batch, computes no old log-probs; verl_rc's step is generation, reward, old log-probs, sequence-level rollout
+Both train one model in fp32 on the quickstart's prompts: 32 prompts x 2 samples, each until its end token, and one optimizer step
+over all 64 rows. Size "quickstart" is its model after SFT (1.2 M parameters), up to 32 tokens; "10m" and "30m" are untrained
+models of so many parameters, whose responses end at random and have up to 192 tokens. TRL generates with transformers and, with
+one update per batch, computes no old log-probs; verl_rc's step is generation, reward, old log-probs, sequence-level rollout
 correction, update and weight sync.
 
 TRL lives in an environment of its own (torch's CPU build; torchvision and torchaudio are not needed and must stay out):
     python -m venv ~/.trl && ~/.trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0
 Where pip finds only a CUDA build of torch, install the CPU build first, from where scripts/install.sh takes it.
 
-Usage: python scripts/bench/step_vs_trl.py --trl_python ~/.trl/bin/python     (about four minutes on two idle cores)
+Usage: python scripts/bench/step_vs_trl.py --trl_python ~/.trl/bin/python [--size 10m]
+Minutes on two idle cores: about four for the quickstart's size.
 It needs the quickstart's model and data: bash scripts/quickstart.sh trainer.total_training_steps=1, or --model and --data.
 The two take turns, each in fresh processes; steps of all rounds are pooled, medians are printed.
 """
@@ -30,11 +32,26 @@ ROOT = Path(__file__).parents[2]
 PROMPTS_PER_STEP = 32
 SAMPLES_PER_PROMPT = 2
 COMPLETIONS_PER_STEP = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT
-MOST_TOKENS = 32
 SAME_LENGTH = 0.1
 """Relative difference of the mean lengths up to which two runs are comparable."""
 WARM_UP_STEPS = 2
 LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and how long its responses may get."""
+
+    most_tokens: int
+    model: tuple[str, ...] = ()
+    """Arguments of make_tiny_model.py; without any the model is ``--model``."""
+
+
+SIZES = {
+    "quickstart": Size(32),
+    "10m": Size(192, ("--hidden_size=384", "--num_layers=6", "--num_heads=6", "--num_kv_heads=3", "--intermediate_size=1024")),
+    "30m": Size(192, ("--hidden_size=576", "--num_layers=8", "--num_heads=9", "--num_kv_heads=3", "--intermediate_size=1536")),
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
         per_device_train_batch_size=COMPLETIONS_PER_STEP,
         gradient_accumulation_steps=1,
         num_generations=SAMPLES_PER_PROMPT,
-        max_completion_length=MOST_TOKENS,
+        max_completion_length=SIZES[options.size].most_tokens,
         temperature=1.0,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -127,7 +144,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
 def measure_trl(folder: Path, options: argparse.Namespace) -> Measurement:
     """Run TRL's part in its own environment."""
     command = [options.trl_python, str(Path(__file__).resolve()), "--trl_part", str(folder), "--steps", str(options.steps)]
-    command += ["--model", str(options.model), "--data", str(options.data)]
+    command += ["--model", str(options.model), "--data", str(options.data), "--size", options.size]
     run_process(command, folder / "trl.log")
     return Measurement(**json.loads((folder / "trl.json").read_text()))
 
@@ -142,7 +159,7 @@ def measure_verl_rc(folder: Path, options: argparse.Namespace) -> Measurement:
         f"data.val_files={options.data / 'val.parquet'}",
         f"data.train_batch_size={PROMPTS_PER_STEP}",
         "data.max_prompt_length=20",
-        f"data.max_response_length={MOST_TOKENS}",
+        f"data.max_response_length={SIZES[options.size].most_tokens}",
         f"actor_rollout_ref.model.path={options.model}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS_PER_STEP}",
@@ -191,7 +208,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl_python", help="interpreter of an environment with TRL; without it verl_rc is measured alone")
     quickstart = ROOT / "runs" / "quickstart"
-    parser.add_argument("--model", type=Path, default=quickstart / "sft_model", help="model folder")
+    parser.add_argument("--size", choices=SIZES, default="quickstart", help="the model and the length of its responses")
+    parser.add_argument("--model", type=Path, default=quickstart / "sft_model", help="model folder of --size=quickstart")
     parser.add_argument("--data", type=Path, default=quickstart / "data", help="folder with train.parquet and val.parquet")
     parser.add_argument("--rollout_dtype", default="float32", help="precision of verl_rc's engine")
     parser.add_argument("--steps", type=int, default=12, help=f"steps per round, {WARM_UP_STEPS} of them for warm-up")
@@ -214,6 +232,10 @@ def main() -> None:
         return
     rounds: dict[str, list[Measurement]] = {}
     with tempfile.TemporaryDirectory() as folder:
+        if SIZES[options.size].model:
+            options.model = Path(folder) / "model"
+            make = [sys.executable, str(ROOT / "scripts" / "make_tiny_model.py"), "--output_dir", str(options.model)]
+            run_process([*make, *SIZES[options.size].model], Path(folder) / "model.log")
         for _ in range(options.rounds):
             if options.trl_python:
                 rounds.setdefault("TRL", []).append(measure_trl(Path(folder), options))
