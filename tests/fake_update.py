@@ -25,7 +25,7 @@ from verl_rc.config.models import FsdpConfig, OptimConfig
 from verl_rc.distributed.sequence_parallel import divide_ranks
 from verl_rc.tensor_ops import ScoreOptions
 from verl_rc.workers import forward, scoring_head
-from verl_rc.workers.forward import PACKED_ATTENTION, PackedLayout
+from verl_rc.workers.attention import PACKED_ATTENTION, PackedLayout
 from verl_rc.workers.scoring_head import PredictedTokens, add_scoring, score_predicted
 from verl_rc.workers.sharded_model import LearningOptions, ShardedModel
 

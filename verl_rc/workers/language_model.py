@@ -15,7 +15,7 @@ from verl_rc.config.models import model_source, torch_name
 from verl_rc.config.run import SEQUENCE_PARALLEL_KEYS, RunConfig
 from verl_rc.distributed.fsdp import cut_parameters
 from verl_rc.distributed.process_group import DeviceMesh
-from verl_rc.workers.forward import PACKED_ATTENTION, attention_problem
+from verl_rc.workers.attention import PACKED_ATTENTION, attention_problem
 from verl_rc.workers.scoring_head import add_scoring
 
 

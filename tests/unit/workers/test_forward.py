@@ -7,7 +7,8 @@ import torch
 from small_models import make_tokens
 from transformers import AutoModelForCausalLM
 
-from verl_rc.workers.forward import ForwardOptions, PackedLayout, packed_logits, score_tokens
+from verl_rc.workers.attention import PackedLayout
+from verl_rc.workers.forward import ForwardOptions, packed_logits, score_tokens
 from verl_rc.workers.language_model import load_causal_lm
 
 PROMPTS, RESPONSES = [1, 6, 3, 4], [7, 2, 0, 5]

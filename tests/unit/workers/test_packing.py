@@ -15,7 +15,7 @@ from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_next import Qwen3NextConfig
 
-from verl_rc.workers.forward import PackedLayout, attention_problem, packed_sdpa
+from verl_rc.workers.attention import PackedLayout, attention_problem, packed_sdpa
 
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
 

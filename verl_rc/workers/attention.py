@@ -1,0 +1,126 @@
+"""Attention within packed sequences, as transformers calls it, and which models it cannot serve."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from verl_rc.distributed.sequence_parallel import SequenceParallel
+
+PACKED_ATTENTION = "verl_rc_packed_sdpa"
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Places of packed tokens in a padded ``[num_sequences, max_length]`` grid."""
+
+    grid_index: Tensor
+    """int64 ``[N]``: ``row * max_length + position`` of every packed token."""
+    position_ids: Tensor
+    """int64 ``[N]``: position within the own sequence, restarting at 0."""
+    num_sequences: int
+    max_length: int
+    ranks: SequenceParallel | None = None
+    """The ranks that share the tokens; None: this rank has all of them."""
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor, ranks: SequenceParallel | None = None) -> "PackedLayout":
+        """Lay out sequences of ``lengths`` (int64 ``[S]``, tokens, each at least 1) one after the other."""
+        if lengths.ndim != 1 or lengths.numel() == 0 or int(lengths.min()) < 1:
+            raise ValueError(f"packing needs a list of sequence lengths >= 1, got {lengths.tolist()}.")
+        num_sequences, max_length = lengths.numel(), int(lengths.max())
+        rows = torch.repeat_interleave(torch.arange(num_sequences, device=lengths.device), lengths)
+        starts = lengths.cumsum(0) - lengths
+        positions = torch.arange(rows.numel(), device=lengths.device) - starts[rows]
+        return cls(rows * max_length + positions, positions, num_sequences, max_length, ranks)
+
+
+def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_layout: PackedLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence.
+
+    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part of them. Rows are
+    padded on the right, where a causal mask alone keeps padding out of every real token's sight. Without a layout it is plain
+    padded attention. transformers calls it through its ``AttentionInterface``, whose signature it must have.
+
+    Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result, which are not built.
+    """
+    longest = query.shape[2] if packed_layout is None else packed_layout.max_length
+    if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < longest):
+        raise ValueError(
+            f"{type(module).__name__} wants attention with sliding_window={sliding_window}, softcap={softcap} or sinks for "
+            f"sequences of {longest} tokens, which is not built. Train another model, or shorter sequences."
+        )
+    grouped = key.shape[1] != query.shape[1]
+    if packed_layout is None:
+        # With one query position is_causal would mask all keys but the first.
+        causal = attention_mask is None and query.shape[2] > 1
+        output = F.scaled_dot_product_attention(
+            query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+        return output.transpose(1, 2).contiguous(), None
+    rows, width, index = packed_layout.num_sequences, packed_layout.max_length, packed_layout.grid_index
+    ranks = packed_layout.ranks
+    if ranks is not None:
+        query, key, value = (part[:, :, : index.numel()] for part in ranks.heads_of_all_tokens(query, key, value))
+
+    # Padded for attention only, which took a third of the time of a block mask over all
+    # packed tokens, whose cost grows with the square of their number.
+    def to_grid(packed: Tensor) -> Tensor:
+        heads, head_dim = packed.shape[1], packed.shape[3]
+        # index_copy and index_select have gradients and need no size from the device.
+        grid = packed.new_zeros(rows * width, heads, head_dim).index_copy(0, index, packed[0].transpose(0, 1))
+        return grid.view(rows, width, heads, head_dim).transpose(1, 2)
+
+    output = F.scaled_dot_product_attention(
+        to_grid(query), to_grid(key), to_grid(value), dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+    flat = output.transpose(1, 2).reshape(rows * width, output.shape[1], output.shape[3])
+    attended = flat.index_select(0, index)[None]
+    return attended if ranks is None else ranks.tokens_of_all_heads(attended), None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
+
+
+def attention_problem(config: Any, longest: int) -> str | None:
+    """Why a model with this ``config.json`` cannot be trained on sequences of ``longest`` tokens, or None.
+
+    Its attention must be full and causal: no window that is shorter, no soft cap, no sinks, no other kind of layer.
+    """
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in kinds or not hasattr(text, "layer_types")
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if text.model_type in _WITH_SINKS:
+        return "its attention has sinks, which are not built"
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        return f"its attention is soft-capped (attn_logit_softcapping={text.attn_logit_softcapping:g}), which is not built"
+    if others:
+        return f"it has layers of kind {', '.join(others)}, which are not built"
+    if window is not None and slides and window < longest:
+        return (
+            f"its attention looks back sliding_window={window} tokens, which is not built, and sequences have up to {longest}: "
+            f"lower data.max_prompt_length + data.max_response_length to {window}"
+        )
+    return None
+
+
+_WITH_SINKS = {"gpt_oss"}
+"""Values of ``model_type``."""
