@@ -15,6 +15,8 @@ from verl_rc.distributed.process_group import RankAddress
 from verl_rc.losses import compute_policy_loss
 from verl_rc.ppo.mini_batches import MiniBatchShare
 from verl_rc.ppo.objective import correct_current, measure_current
+from verl_rc.workers import attention
+from verl_rc.workers.attention import PackedLayout
 from verl_rc.workers.critic_worker import CriticWorker
 from verl_rc.workers.micro_batches import ObjectiveTotals
 from verl_rc.workers.policy_worker import PolicyWorker
@@ -104,3 +106,22 @@ def test_correction(case: dict[str, Any]) -> None:
     for name, value in case["expected"]["metrics"].items():
         if name.startswith("rollout_corr/"):
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-7)
+
+
+def test_packed_attention_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention's kernel for sequences of different lengths, against the padded grid; with gradients."""
+    layout, found = PackedLayout.from_lengths(torch.tensor([200, 1, 77, 130], device="cuda")), []
+    for in_one_kernel in (True, False):
+        generator = torch.Generator("cuda").manual_seed(0)
+        parts = [
+            torch.randn(1, heads, 408, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+            for heads in (4, 2, 2)
+        ]
+        assert attention.runs_flash_kernels(parts[0]), "this GPU has no such kernel"
+        monkeypatch.setattr(attention, "runs_flash_kernels", lambda _, chosen=in_one_kernel: chosen)
+        output, _ = attention.packed_sdpa(torch.nn.Identity(), *parts, None, packed_layout=layout)
+        monkeypatch.undo()
+        output.float().square().sum().backward()
+        found.append([output.detach(), *(part.grad for part in parts)])
+    for packed, grid in zip(*found, strict=True):
+        assert float((packed - grid).float().norm() / grid.float().norm()) < 1e-2

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from verl_rc.distributed.sequence_parallel import SequenceParallel
@@ -15,12 +16,14 @@ PACKED_ATTENTION = "verl_rc_packed_sdpa"
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Places of packed tokens in a padded ``[num_sequences, max_length]`` grid."""
+    """Where packed sequences begin, and the places of their tokens in a padded ``[num_sequences, max_length]`` grid."""
 
     grid_index: Tensor
     """int64 ``[N]``: ``row * max_length + position`` of every packed token."""
     position_ids: Tensor
     """int64 ``[N]``: position within the own sequence, restarting at 0."""
+    boundaries: Tensor
+    """int32 ``[num_sequences + 1]``: packed position at which each sequence begins; the last is N."""
     num_sequences: int
     max_length: int
     ranks: SequenceParallel | None = None
@@ -33,9 +36,9 @@ class PackedLayout:
             raise ValueError(f"packing needs a list of sequence lengths >= 1, got {lengths.tolist()}.")
         num_sequences, max_length = lengths.numel(), int(lengths.max())
         rows = torch.repeat_interleave(torch.arange(num_sequences, device=lengths.device), lengths)
-        starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(rows.numel(), device=lengths.device) - starts[rows]
-        return cls(rows * max_length + positions, positions, num_sequences, max_length, ranks)
+        boundaries = F.pad(lengths.cumsum(0), (1, 0))
+        positions = torch.arange(rows.numel(), device=lengths.device) - boundaries[rows]
+        return cls(rows * max_length + positions, positions, boundaries.int(), num_sequences, max_length, ranks)
 
 
 def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
@@ -54,9 +57,9 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence.
 
-    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part of them. Rows are
-    padded on the right, where a causal mask alone keeps padding out of every real token's sight. Without a layout it is plain
-    padded attention. transformers calls it through its ``AttentionInterface``, whose signature it must have.
+    ``query``, ``key``, ``value`` are ``[1, heads, N, head_dim]`` over packed tokens, or over this rank's part of them. Without a
+    layout it is plain attention over rows that are padded on the right, where a causal mask alone keeps padding out of every real
+    token's sight. transformers calls it through its ``AttentionInterface``, whose signature it must have.
 
     Raises ``ValueError`` when ``sliding_window``, ``softcap`` or sinks (``s_aux``) would change the result, which are not built.
     """
@@ -66,33 +69,62 @@ def packed_sdpa(  # noqa: PLR0913  (the signature transformers calls)
             f"{type(module).__name__} wants attention with sliding_window={sliding_window}, softcap={softcap} or sinks for "
             f"sequences of {longest} tokens, which is not built. Train another model, or shorter sequences."
         )
-    grouped = key.shape[1] != query.shape[1]
     if packed_layout is None:
         # With one query position is_causal would mask all keys but the first.
         causal = attention_mask is None and query.shape[2] > 1
         output = F.scaled_dot_product_attention(
-            query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+            query, key, value, attention_mask, dropout, is_causal=causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
         )
         return output.transpose(1, 2).contiguous(), None
-    rows, width, index = packed_layout.num_sequences, packed_layout.max_length, packed_layout.grid_index
-    ranks = packed_layout.ranks
+    ranks, count = packed_layout.ranks, packed_layout.grid_index.numel()
     if ranks is not None:
-        query, key, value = (part[:, :, : index.numel()] for part in ranks.heads_of_all_tokens(query, key, value))
+        query, key, value = (part[:, :, :count] for part in ranks.heads_of_all_tokens(query, key, value))
+    if runs_flash_kernels(query) and not dropout:
+        attended = _in_one_kernel(query, key, value, packed_layout, scaling)
+    else:
+        attended = _on_grid(query, key, value, packed_layout, scaling, dropout)
+    return attended if ranks is None else ranks.tokens_of_all_heads(attended), None
 
-    # Padded for attention only, which took a third of the time of a block mask over all
-    # packed tokens, whose cost grows with the square of their number.
+
+def runs_flash_kernels(query: Tensor) -> bool:
+    """Whether FlashAttention's kernel for sequences of different lengths takes this tensor."""
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    head_dim = query.shape[-1]
+    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
+    """Attention ``[1, N, heads, head_dim]`` without any padding."""
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    begins, longest, grouped = layout.boundaries, layout.max_length, key.shape[1] != query.shape[1]
+    # A token's window is everything to its left and nothing to its right.
+    attended = varlen_attn(
+        query, key, value, begins, begins, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped
+    )
+    assert isinstance(attended, Tensor)  # it is a pair only with return_aux
+    return attended[None]
+
+
+def _on_grid(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attention ``[1, N, heads, head_dim]`` of sequences that are padded for it to the longest."""
+    rows, width, index = layout.num_sequences, layout.max_length, layout.grid_index
+
+    # This took a third of the time of a block mask over all packed tokens, whose cost grows with the square of their number.
     def to_grid(packed: Tensor) -> Tensor:
         heads, head_dim = packed.shape[1], packed.shape[3]
         # index_copy and index_select have gradients and need no size from the device.
         grid = packed.new_zeros(rows * width, heads, head_dim).index_copy(0, index, packed[0].transpose(0, 1))
         return grid.view(rows, width, heads, head_dim).transpose(1, 2)
 
+    grouped = key.shape[1] != query.shape[1]
     output = F.scaled_dot_product_attention(
         to_grid(query), to_grid(key), to_grid(value), dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
     )
     flat = output.transpose(1, 2).reshape(rows * width, output.shape[1], output.shape[3])
-    attended = flat.index_select(0, index)[None]
-    return attended if ranks is None else ranks.tokens_of_all_heads(attended), None
+    return flat.index_select(0, index)[None]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_sdpa)
