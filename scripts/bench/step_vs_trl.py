@@ -1,8 +1,9 @@
 """Completions per second of a whole GRPO step: TRL's GRPOTrainer against verl_rc, on this machine's CPU.
 
-Both train one model in fp32 on the quickstart's prompts: 32 prompts x 2 samples, each until its end token, and one optimizer step
+Both train one model on the quickstart's prompts: 32 prompts x 2 samples, each until its end token, and one optimizer step
 over all 64 rows. Size "quickstart" is its model after SFT (1.2 M parameters), up to 32 tokens; "10m" and "30m" are untrained
-models of so many parameters, whose responses end at random and have up to 192 tokens. TRL generates with transformers and, with
+models of so many parameters, whose responses end at random and have up to 192 tokens. Both compute in fp32 without gradient
+checkpointing, or, with ``--defaults``, as each of them does when nothing is said. TRL generates with transformers and, with
 one update per batch, computes no old log-probs; verl_rc's step is generation, reward, old log-probs, sequence-level rollout
 correction, update and weight sync.
 
@@ -118,8 +119,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
         lr_scheduler_type="constant",
         model_init_kwargs={"dtype": "float32"},
         use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
+        **({} if options.defaults else {"bf16": False, "gradient_checkpointing": False}),
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -145,7 +145,7 @@ def measure_trl(folder: Path, options: argparse.Namespace) -> Measurement:
     """Run TRL's part in its own environment."""
     command = [options.trl_python, str(Path(__file__).resolve()), "--trl_part", str(folder), "--steps", str(options.steps)]
     command += ["--model", str(options.model), "--data", str(options.data), "--size", options.size]
-    run_process(command, folder / "trl.log")
+    run_process([*command, *(["--defaults"] if options.defaults else [])], folder / "trl.log")
     return Measurement(**json.loads((folder / "trl.json").read_text()))
 
 
@@ -161,16 +161,13 @@ def measure_verl_rc(folder: Path, options: argparse.Namespace) -> Measurement:
         "data.max_prompt_length=20",
         f"data.max_response_length={SIZES[options.size].most_tokens}",
         f"actor_rollout_ref.model.path={options.model}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS_PER_STEP}",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}",
         f"actor_rollout_ref.rollout.n={SAMPLES_PER_PROMPT}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        f"actor_rollout_ref.rollout.dtype={options.rollout_dtype}",
-        "actor_rollout_ref.rollout.kv_cache_megabytes=64",
+        "actor_rollout_ref.rollout.kv_cache_megabytes=256",
         f"reward.custom_reward_function.path={Path(__file__).resolve()}",
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
@@ -180,9 +177,14 @@ def measure_verl_rc(folder: Path, options: argparse.Namespace) -> Measurement:
         "trainer.logger=['console']",
         f"trainer.default_local_dir={run_folder}",
     ]
+    if not options.defaults:
+        overrides += ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "actor_rollout_ref.rollout.dtype=float32"]
+        overrides += ["actor_rollout_ref.model.enable_gradient_checkpointing=False"]
     run_process([sys.executable, "-m", "verl_rc.main_ppo", *overrides], folder / "verl_rc.log")
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > WARM_UP_STEPS]
+    timed = sorted({name for line in steps for name in line if name.startswith("timing_s/")})
+    print("verl_rc:", ", ".join(f"{name[9:]} {statistics.median(line.get(name, 0.0) for line in steps):.2f} s" for name in timed))
     return Measurement([line["timing_s/step"] for line in steps], statistics.mean(line["response_length/mean"] for line in steps))
 
 
@@ -211,7 +213,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="quickstart", help="the model and the length of its responses")
     parser.add_argument("--model", type=Path, default=quickstart / "sft_model", help="model folder of --size=quickstart")
     parser.add_argument("--data", type=Path, default=quickstart / "data", help="folder with train.parquet and val.parquet")
-    parser.add_argument("--rollout_dtype", default="float32", help="precision of verl_rc's engine")
+    parser.add_argument("--defaults", action="store_true", help="precision and gradient checkpointing by each one's defaults")
     parser.add_argument("--steps", type=int, default=12, help=f"steps per round, {WARM_UP_STEPS} of them for warm-up")
     parser.add_argument("--rounds", type=int, default=2, help="times that each trainer runs")
     parser.add_argument("--only_trl", action="store_true", help="measure TRL alone")
