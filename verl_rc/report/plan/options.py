@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from verl_rc.config.algorithms import LOSS_OPTIONS
-from verl_rc.config.run import FOLLOWED_KEYS, RunConfig
+from verl_rc.config.run import FOLLOWED_KEYS, SEQUENCE_PARALLEL_KEYS, RunConfig
 from verl_rc.report.plan.objective import AdvantagePlan, PolicyPlan
 from verl_rc.report.plan.schedule import BatchArithmetic
 
@@ -191,11 +191,18 @@ def _warnings(config: RunConfig, policy: PolicyPlan, sizes: BatchArithmetic) -> 
             f"{_ACTOR}.kl_loss_type={actor.kl_loss_type} has a gradient that does not depend on the reference policy and is 0 in "
             "expectation: it holds nothing back. Pass low_var_kl, k2, or kl+ (its value, with the gradient of the divergence)."
         )
+    for role, size in config.sequence_parallel_sizes.items():
+        if trainer.n_gpus_per_node % size:
+            yield (
+                f"{SEQUENCE_PARALLEL_KEYS[role]}={size} does not divide trainer.n_gpus_per_node={trainer.n_gpus_per_node}: ranks "
+                "on different nodes share tokens, and every layer's attention waits for the network between them."
+            )
     ratio = None if policy.spec is None else policy.spec.ratio
     if sizes.actor.optimizer_steps == 1 and not policy.bypass and ratio in ("token", "row"):
         yield (
             "one update per step: current and proximal policy are the same in it, so the ratio is 1 up to rounding and no clip "
-            "or gate acts. For more updates per step lower actor_rollout_ref.actor.ppo_mini_batch_size or raise ppo_epochs."
+            "or gate acts. For more updates per step lower actor_rollout_ref.actor.ppo_mini_batch_size or raise ppo_epochs; "
+            f"{_CORRECTION}.bypass_mode=True with loss_type=reinforce gives the same gradient without the pass of old_log_prob."
         )
     if policy.bypass and policy.weights and sizes.actor.optimizer_steps > 1:
         yield (

@@ -163,6 +163,15 @@ WARNED: dict[str, tuple[Given, str]] = {
         {f"{ALGORITHM}.adv_estimator": "rloo", "actor_rollout_ref.rollout.n": 1, **TWO_UPDATES},
         "its advantage is made of its own score, without a baseline, as in verl",
     ),
+    "tokens shared between nodes": (
+        {
+            "trainer.nnodes": 2,
+            "trainer.n_gpus_per_node": 1,
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2,
+            **TWO_UPDATES,
+        },
+        "does not divide trainer.n_gpus_per_node=1",
+    ),
     "one update": ({"actor_rollout_ref.actor.ppo_mini_batch_size": 10}, "the ratio is 1 up to rounding"),
     "updates without a clip": (
         {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", **TOKEN_WEIGHTS, **TWO_UPDATES},
