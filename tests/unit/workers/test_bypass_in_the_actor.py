@@ -66,6 +66,25 @@ def test_golden_gradient_and_metrics(worker: TablePolicy, case: dict[str, Any], 
             assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case["config"]["loss_type"] == "reinforce"], ids=case_id)
+def test_one_decoupled_update_has_the_gradient_of_bypass_without_clip(worker: TablePolicy, case: dict[str, Any]) -> None:
+    """What ``explain`` says where a step is one update: bypass_mode with loss_type=reinforce saves the forward pass."""
+    batch, table = numbered_batch(case), torch.tensor(case["log_probs"])
+    config = case_config(case).model_copy(update={"bypass_mode": False})
+    corrected = compute_rollout_correction(table, batch.rollout_log_probs, batch.response_mask, config)
+    kept = corrected.keep_mask & batch.response_mask
+    batch.old_log_probs, batch.loss_mask = table, kept
+    batch.rollout_is_weights = None if corrected.weights is None else corrected.weights.float()
+    worker._correction = config
+    worker._actor = worker._actor.model_copy(update={"loss_agg_mode": case["loss_agg_mode"]})
+    worker.table = table.clone().requires_grad_()
+    counted = kept if config.rejection_denominator == "kept" else batch.response_mask
+    rows = int(counted.any(dim=-1).sum())
+    share = MiniBatchShare([[0, 1, 2, 3, 4, 5]], int(counted.sum()), rows, int(kept.sum()))
+    worker.accumulate(batch, share, ObjectiveTotals("actor", num_updates=1), None)
+    torch.testing.assert_close(worker.table.grad, torch.tensor(case["expected"]["grad"]), rtol=1e-5, atol=1e-7)
+
+
 def test_a_gap_that_is_no_rounding_stops_before_the_weights_change(worker: TablePolicy) -> None:
     case = CASES[0]
     batch = numbered_batch(case)
