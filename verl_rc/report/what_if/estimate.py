@@ -1,6 +1,6 @@
 """What a correction does to a recorded batch: numbers that are quotients of sums over prompts, with bootstrapped intervals."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,10 @@ _UNCAPPED = 4.9e8
 _BAND = (0.05, 0.95)
 _CLIP = (0.8, 1.2, 3.0)
 """Ratios between which PPO's clip leaves tokens alone; the last for negative advantages."""
+
+Updates = Callable[[RecordedBatch, Sequence[Tensor], Tensor, int], Sequence[Tensor]]
+"""Updates of blocks of prompts: of a batch, of each of several pulls ``[B, T]`` that multiply the tokens' gradients, with the
+block of each row ``[B]`` and how many blocks there are, float64 ``[blocks, D]``."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,29 @@ def reference_level(batch: RecordedBatch) -> str:
     return "sequence" if bool(keeps_half & (squares.max() <= squares.sum() / min(20, max(len(weights) / 2, 1)))) else "token"
 
 
+def bias_updates(batch: RecordedBatch, pulls: Sequence[Tensor], blocks: Tensor, count: int) -> list[Tensor]:
+    """Updates of the biases of the sampled tokens' logits, or along the directions that the batch has."""
+    if batch.directions.ndim == 3:
+        of_rows = [torch.einsum("bt,btd->bd", pull, batch.directions) for pull in pulls]
+        return [torch.zeros(count, rows.shape[1], dtype=torch.float64).index_add_(0, blocks, rows) for rows in of_rows]
+    size = int(batch.directions.max()) + 1
+    places = blocks[:, None] * size + batch.directions
+    # The gradient of log p(y) for the bias of y's own logit is 1 - p; other logits' are left out.
+    gradient = -torch.expm1(batch.train.double().clamp_max(0.0)).nan_to_num(0.0)
+
+    def of(pull: Tensor) -> Tensor:
+        flat = torch.zeros(count * size, dtype=torch.float64)
+        return flat.index_add_(0, places.flatten(), (pull * gradient).flatten()).view(count, size)
+
+    return [of(pull) for pull in pulls]
+
+
 def estimate_presets(
-    batch: RecordedBatch, presets: Mapping[str, RolloutCorrectionConfig], batch_size: int | None = None, draws: int = DRAWS
+    batch: RecordedBatch,
+    presets: Mapping[str, RolloutCorrectionConfig],
+    batch_size: int | None = None,
+    draws: int = DRAWS,
+    updates: Updates = bias_updates,
 ) -> list[Estimate]:
     """Estimates of every preset on the same draws of prompts. ``batch_size``: prompts of an update (default: those recorded)."""
     blocks = _blocks(batch)
@@ -97,21 +122,21 @@ def estimate_presets(
     drawn = torch.randint(count, (draws, count), generator=generator)
     weights = torch.cat([torch.ones(1, count, dtype=torch.float64), _counts(drawn, count)])
     reference = uncapped(batch, reference_level(batch))
-    directions = _Directions(batch, blocks, count)
-    pull = directions.of(reference)
+    used_by = {name: coefficients(batch, config) for name, config in presets.items()}
+    share = count / batch.num_prompts * batch.advantages.double().nan_to_num(0.0, 0.0, 0.0)
+    pull, *of_presets = updates(batch, [share * used for used in (reference, *used_by.values())], blocks, count)
     joined = batch.num_prompts / count  # a block's noise is that of so many prompts
     signal = _between(pull, weights)
     unit = signal.clamp_min(0.0) + joined * (_mean_square(pull, weights) - signal.clamp_min(0.0)).clamp_min(0.0)
     per_update = batch_size or batch.num_prompts
     made = []
-    for name, config in presets.items():
-        used = coefficients(batch, config)
+    for (name, config), of_preset in zip(presets.items(), of_presets, strict=True):
+        used = used_by[name]
         columns = _columns(batch, config, used, reference)
         sums = {column: tuple(weights @ _by_block(part, blocks, count) for part in parts) for column, parts in columns.items()}
         found = {column: Interval.from_draws(_FORMULAS[column](*parts)) for column, parts in sums.items()}
         effective = _effective_share(*sums["ess_rows"]) * (1 - _share(*sums["rejected_rows"]))
         found["effective_batch"] = Interval.from_draws(effective)
-        of_preset = directions.of(used)
         away = of_preset - pull
         squared_bias = _between(away, weights)
         noise = joined * (_mean_square(of_preset, weights) - _between(of_preset, weights)).clamp_min(0.0)
@@ -133,28 +158,6 @@ def _counts(drawn: Tensor, count: int) -> Tensor:
 
 def _by_block(rows: Tensor, blocks: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.float64).index_add_(0, blocks, rows.double())
-
-
-class _Directions:
-    """Mean updates of each block of prompts as vectors over parameters that tokens share."""
-
-    def __init__(self, batch: RecordedBatch, blocks: Tensor, count: int) -> None:
-        self._batch, self._blocks, self._count = batch, blocks, count
-        self._share = count / batch.num_prompts
-
-    def of(self, used: Tensor) -> Tensor:
-        """float64 ``[blocks, D]``: sums over tokens of coefficient, advantage and gradient."""
-        batch = self._batch
-        pulls = self._share * used * batch.advantages.double().nan_to_num(0.0, 0.0, 0.0)
-        if batch.directions.ndim == 3:
-            of_rows = torch.einsum("bt,btd->bd", pulls, batch.directions)
-            return torch.zeros(self._count, of_rows.shape[1], dtype=torch.float64).index_add_(0, self._blocks, of_rows)
-        # The gradient of log p(y) for the bias of y's own logit is 1 - p; other logits' are left out.
-        own = pulls * -torch.expm1(batch.train.double().clamp_max(0.0)).nan_to_num(0.0)
-        size = int(batch.directions.max()) + 1
-        places = self._blocks[:, None] * size + batch.directions
-        flat = torch.zeros(self._count * size, dtype=torch.float64).index_add_(0, places.flatten(), own.flatten())
-        return flat.view(self._count, size)
 
 
 def _between(updates: Tensor, weights: Tensor) -> Tensor:
