@@ -35,12 +35,13 @@ class Answer:
 
     def lines(self) -> list[str]:
         """The table and the reasons, for the console."""
-        head = ["preset", *_SHOWN, "bias", "error", "forwards"]
+        head = ["preset", *_SHOWN, "bias", "noise", "error", "forwards"]
         rows = [
             [
                 one.name,
                 *(_words(one.columns[name]) for name in _SHOWN),
                 _words(one.bias),
+                _words(one.noise),
                 _words(one.error),
                 str(extra_forwards(one.config)),
             ]
@@ -61,7 +62,8 @@ class Answer:
             "draws": DRAWS,
             "presets": {
                 one.name: {name: _numbers(column) for name, column in one.columns.items()}
-                | {"bias": _numbers(one.bias), "error": _numbers(one.error), "forwards": extra_forwards(one.config)}
+                | {"bias": _numbers(one.bias), "noise": _numbers(one.noise), "error": _numbers(one.error)}
+                | {"forwards": extra_forwards(one.config)}
                 for one in self.estimates
             },
         }

@@ -53,6 +53,8 @@ class Estimate:
     """Those of ``_FORMULAS`` and ``effective_batch``: shares, or relative to no correction."""
     bias: Interval
     """Distance of the expected update from the reference's, relative to its length; below 0: its square was, by chance."""
+    noise: Interval
+    """Standard deviation of the update of a batch, relative to the length of the reference's expected one."""
     error: Interval
     """Mean squared error of the update of a batch, bias and noise, relative to the mean square of one prompt's reference."""
     error_draws: Tensor
@@ -142,8 +144,11 @@ def estimate_presets(
         noise = joined * (_mean_square(of_preset, weights) - _between(of_preset, weights)).clamp_min(0.0)
         error = (squared_bias + noise / per_update) / unit
         relative = squared_bias / signal
-        bias = torch.where(signal > 0, relative.sign() * relative.abs().sqrt(), torch.nan)  # else the update is all noise
-        made.append(Estimate(name, config, found, Interval.from_draws(bias), Interval.from_draws(error), error))
+        # Without a signal the update is all noise.
+        bias = torch.where(signal > 0, relative.sign() * relative.abs().sqrt(), torch.nan)
+        spread = torch.where(signal > 0, (noise / per_update / signal).sqrt(), torch.nan)
+        of_bias, of_noise, of_error = (Interval.from_draws(values) for values in (bias, spread, error))
+        made.append(Estimate(name, config, found, of_bias, of_noise, of_error, error))
     return made
 
 

@@ -85,6 +85,7 @@ def test_errors_and_biases_are_those_of_the_enumeration() -> None:
         assert abs(one.bias.value - found.bias) <= max(1.3 * spread, 0.02), (one.name, one.bias, found.bias)
         assert one.bias.value == pytest.approx(found.bias, abs=0.2), one.name
         assert one.error.value == pytest.approx(true_error(problem, one.name, 64), rel=0.35), one.name
+        assert one.noise.value == pytest.approx(math.sqrt(found.variance / 64), rel=0.1), one.name
 
 
 def test_intervals_cover_the_true_share_of_rejected_tokens() -> None:
