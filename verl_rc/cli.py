@@ -4,13 +4,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from verl_rc.config.rollout_correction import RolloutCorrectionConfig
     from verl_rc.config.run import RunConfig
     from verl_rc.report.preflight_machine import Finding
+    from verl_rc.report.verdict import Verdict
+    from verl_rc.report.what_if import Answer
 
 USER_ERROR = 2
 """Exit status for what the caller can put right; argparse uses the same."""
@@ -175,6 +179,8 @@ def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     given = "a field of algorithm.rollout_correction; those given are tried together, as one correction named 'given'"
     parser.add_argument("--set", metavar="KEY=VALUE", dest="fields", action="append", default=[], help=given)
     parser.add_argument("--steps", metavar="A-B", type=_steps, default=None, help="only records of steps A to B")
+    gradients = "take gradients of the trainer's model, at the weights that the run kept; a backward pass a prompt and preset"
+    parser.add_argument("--gradients", action="store_true", help=gradients)
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.set_defaults(run=_what_if)
 
@@ -396,12 +402,28 @@ def _what_if(given: argparse.Namespace) -> int:
     try:
         configs = tried_configs(given.presets, given.fields)
         verdict = judge(read_run(given.folder))
-        found = answer(read_batch(given.folder, *(given.steps or ())), configs, verdict)
+        if given.gradients:
+            found = _with_gradients(given, configs, verdict)
+        else:
+            found = answer(read_batch(given.folder, *(given.steps or ())), configs, verdict)
     except (ValueError, OSError) as error:
         return _refuse("what-if", error)
     lines = [json.dumps(found.as_json(), indent=2)] if given.json else found.lines()
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
+
+
+def _with_gradients(
+    given: argparse.Namespace, configs: "Mapping[str, RolloutCorrectionConfig]", verdict: "Verdict"
+) -> "Answer":
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from verl_rc.driver.replay import ParameterGradients  # noqa: PLC0415  (transformers)
+    from verl_rc.report.what_if import answer  # noqa: PLC0415  (torch)
+
+    gradients = ParameterGradients(given.folder, *(given.steps or ()))
+    found = answer(gradients.batch, configs, verdict, updates=gradients)
+    return replace(found, notes=(*found.notes, gradients.cost))
 
 
 def _export(given: argparse.Namespace) -> int:

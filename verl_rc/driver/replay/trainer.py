@@ -18,10 +18,10 @@ _ROWS_AT_ONCE = 16
 class TrainerReplay:
     """A model of one version of the weights, without shards and processes."""
 
-    def __init__(self, config: RunConfig, model_folder: str) -> None:
-        """Load the model in the trainer's precision of computing."""
+    def __init__(self, config: RunConfig, model_folder: str, dtype: torch.dtype | None = None) -> None:
+        """Load the model in the trainer's precision of computing, or in ``dtype``."""
         model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-        self._dtype = torch_dtype(actor.fsdp_config.dtype)
+        self._dtype = dtype or torch_dtype(actor.fsdp_config.dtype)
         self._model: nn.Module = load_causal_lm(model_folder, self._dtype, trust_remote_code=model.trust_remote_code)
         self._model.eval()
         self._temperature, self._packs = config.actor_rollout_ref.rollout.temperature, model.use_remove_padding
@@ -29,17 +29,29 @@ class TrainerReplay:
 
     def score(self, tokens: TokenBatch, alone: bool = False) -> Tensor:
         """Log-probs float32 ``[B, R]``, nats; ``alone``: each row by itself, neither packed nor padded."""
-        options = ForwardOptions(self._temperature, self._packs and not alone)
         parts = []
         with torch.no_grad():
             for part in tokens.split(1 if alone else _ROWS_AT_ONCE):
                 scored = torch.zeros(part.responses.shape)
-                width = max(1, int(part.response_lengths.max()))
-                cut: Any = part.clone()
-                cut.responses = part.responses[:, :width]
-                scored[:, :width] = score_tokens(self._model, cut, options, with_entropy=False).log_probs.float()
+                log_probs = self._log_probs(part, self._packs and not alone)
+                scored[:, : log_probs.shape[1]] = log_probs
                 parts.append(scored)
         return torch.cat(parts)
+
+    def gradient(self, tokens: TokenBatch, pulls: Tensor) -> dict[str, Tensor]:
+        """By name of the parameter, the gradient of the sum of ``pulls`` ``[B, T]`` times the tokens' log-probs."""
+        self._model.zero_grad()
+        for part, of_part in zip(tokens.split(_ROWS_AT_ONCE), pulls.split(_ROWS_AT_ONCE), strict=True):
+            log_probs = self._log_probs(part, self._packs)
+            (log_probs * of_part[:, : log_probs.shape[1]]).sum().backward()
+        return {name: parameter.grad for name, parameter in self._model.named_parameters() if parameter.grad is not None}
+
+    def _log_probs(self, tokens: TokenBatch, packs: bool) -> Tensor:
+        """float32 ``[B, longest]``, nats."""
+        cut: Any = tokens.clone()
+        cut.responses = tokens.responses[:, : max(1, int(tokens.response_lengths.max()))]
+        options = ForwardOptions(self._temperature, packs)
+        return score_tokens(self._model, cut, options, with_entropy=False).log_probs.float()
 
     def score_as_trained(self, tokens: TokenBatch) -> Tensor:
         """As ``score``, with dropout as the model's configuration has it."""

@@ -2,7 +2,7 @@
 
 from verl_rc.report.what_if.answer import Answer, answer, tried_configs
 from verl_rc.report.what_if.batch import NoRecordsError, RecordedBatch, read_batch
-from verl_rc.report.what_if.estimate import Estimate, Interval, estimate_presets
+from verl_rc.report.what_if.estimate import Estimate, Interval, Updates, estimate_presets
 
 __all__ = [
     "Answer",
@@ -10,6 +10,7 @@ __all__ = [
     "Interval",
     "NoRecordsError",
     "RecordedBatch",
+    "Updates",
     "answer",
     "estimate_presets",
     "read_batch",

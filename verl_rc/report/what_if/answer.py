@@ -11,7 +11,16 @@ from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.ppo.choices import needs_statistics_first
 from verl_rc.report.verdict import Verdict
 from verl_rc.report.what_if.batch import RecordedBatch
-from verl_rc.report.what_if.estimate import DRAWS, SEED, Estimate, Interval, estimate_presets, reference_level
+from verl_rc.report.what_if.estimate import (
+    DRAWS,
+    SEED,
+    Estimate,
+    Interval,
+    Updates,
+    bias_updates,
+    estimate_presets,
+    reference_level,
+)
 
 FAULT_ROWS = frozenset({*range(1, 11), *range(12, 16), 18, 19})
 """Rows of the table of causes that no correction repairs."""
@@ -92,10 +101,11 @@ def answer(
     presets: Mapping[str, RolloutCorrectionConfig],
     verdict: Verdict | None = None,
     batch_size: int | None = None,
+    updates: Updates = bias_updates,
 ) -> Answer:
-    """Try all presets, and recommend the simplest one that is as good as the best."""
-    estimates = tuple(estimate_presets(batch, presets, batch_size))
-    notes = list(_notes(batch))
+    """Try all presets, and recommend the simplest one that is as good as the best. ``updates``: what gradients are looked at."""
+    estimates = tuple(estimate_presets(batch, presets, batch_size, updates=updates))
+    notes = list(_notes(batch, updates is bias_updates))
     faults = [] if verdict is None else [
         said for said in verdict.statements if said.topic == "gap" and said.level == "fault" and said.row in FAULT_ROWS
     ]  # fmt: skip
@@ -152,7 +162,7 @@ def extra_forwards(config: RolloutCorrectionConfig) -> int:
     return int(not config.in_actor) + int(config.in_actor and needs_statistics_first(config))
 
 
-def _notes(batch: RecordedBatch) -> list[str]:
+def _notes(batch: RecordedBatch, of_logits: bool) -> list[str]:
     level = reference_level(batch)
     rows, prompts = len(batch.mask), batch.num_prompts
     notes = [f"{rows:,} random rows of {prompts:,} prompts; 90 % intervals over prompts, {DRAWS} draws, seed {SEED}."]
@@ -166,14 +176,13 @@ def _notes(batch: RecordedBatch) -> list[str]:
             "The reference has token weights: sequence weights have too heavy a tail here (less than half of the sample is "
             "left, or one row has a twentieth of the sum of squares)."
         )
-    if not batch.has_gradients:
+    if of_logits and not batch.has_gradients:
         notes.append(
             "Norm and cosine count every token alike: algorithm.rollout_correction.diagnostics=full records how much each moves."
         )
-    notes.append(
-        "Bias and error are of the part of the update that moves the biases of sampled tokens; bypass presets are judged at "
-        "their first update."
-    )
+    if of_logits:
+        notes.append("Bias, noise and error are of the part of the update that moves the biases of sampled tokens.")
+    notes.append("Bypass presets are judged at their first update.")
     return notes
 
 

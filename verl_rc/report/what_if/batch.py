@@ -1,6 +1,6 @@
 """Recorded random rows as one padded batch."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,9 @@ class RecordedBatch:
     """Which parameter a token moves: int64 ``[B, T]``, its id from 0, or float64 ``[B, T, D]``, its gradient itself."""
     has_gradients: bool = True
     steps: Sequence[int] = ()
+    """Of the records."""
+    step_of_row: Sequence[int] = ()
+    """``[B]``."""
 
     @property
     def num_prompts(self) -> int:
@@ -45,11 +48,16 @@ class RecordedBatch:
         return int(self.prompts.max()) + 1
 
 
-def read_batch(folder: Path, first_step: int = 0, last_step: int = LARGEST_STEP) -> RecordedBatch:
-    """The rows that were drawn at random, of every record that can be read. Raises ``NoRecordsError`` without any."""
+def read_batch(
+    folder: Path, first_step: int = 0, last_step: int = LARGEST_STEP, only: Container[int] | None = None
+) -> RecordedBatch:
+    """The rows that were drawn at random, of every record that can be read. Raises ``NoRecordsError`` without any.
+
+    ``only``: steps that may be among them; None: all.
+    """
     records = []
     for step, path in record_files(folder / FOLDER):
-        if first_step <= step <= last_step:
+        if first_step <= step <= last_step and (only is None or step in only):
             try:
                 records.append(read_record(path))
             except DamagedRecordError:
@@ -100,6 +108,7 @@ def _joined(records: Sequence[TokenRecord]) -> RecordedBatch:
         directions=padded("direction", torch.int64),
         has_gradients=has_gradients,
         steps=[record.step for record in records],
+        step_of_row=[record.step for record, _ in rows],
     )
 
 

@@ -126,7 +126,8 @@ def estimate_presets(
     reference = uncapped(batch, reference_level(batch))
     used_by = {name: coefficients(batch, config) for name, config in presets.items()}
     share = count / batch.num_prompts * batch.advantages.double().nan_to_num(0.0, 0.0, 0.0)
-    pull, *of_presets = updates(batch, [share * used for used in (reference, *used_by.values())], blocks, count)
+    tried = (reference, coefficients(batch, RolloutCorrectionConfig()), *used_by.values())
+    pull, plain, *of_presets = updates(batch, [share * used for used in tried], blocks, count)
     joined = batch.num_prompts / count  # a block's noise is that of so many prompts
     signal = _between(pull, weights)
     unit = signal.clamp_min(0.0) + joined * (_mean_square(pull, weights) - signal.clamp_min(0.0)).clamp_min(0.0)
@@ -137,6 +138,8 @@ def estimate_presets(
         columns = _columns(batch, config, used, reference)
         sums = {column: tuple(weights @ _by_block(part, blocks, count) for part in parts) for column, parts in columns.items()}
         found = {column: Interval.from_draws(_FORMULAS[column](*parts)) for column, parts in sums.items()}
+        if updates is not bias_updates:
+            found |= _of_whole_updates(of_preset, plain, pull, weights)
         effective = _effective_share(*sums["ess_rows"]) * (1 - _share(*sums["rejected_rows"]))
         found["effective_batch"] = Interval.from_draws(effective)
         away = of_preset - pull
@@ -163,6 +166,21 @@ def _counts(drawn: Tensor, count: int) -> Tensor:
 
 def _by_block(rows: Tensor, blocks: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.float64).index_add_(0, blocks, rows.double())
+
+
+def _of_whole_updates(used: Tensor, plain: Tensor, reference: Tensor, weights: Tensor) -> dict[str, Interval]:
+    """Norm and cosines of the whole update, noise included, instead of those that count tokens one by one."""
+
+    def product(one: Tensor, other: Tensor) -> Tensor:
+        return ((weights @ (one @ other.T)) * weights).sum(dim=-1)
+
+    square, of_plain = product(used, used), product(plain, plain)
+    found = {
+        "norm": _share(square, of_plain).sqrt(),
+        "cosine": _cosine(product(used, plain), square, of_plain),
+        "cosine_to_reference": _cosine(product(used, reference), square, product(reference, reference)),
+    }
+    return {name: Interval.from_draws(values) for name, values in found.items()}
 
 
 def _between(updates: Tensor, weights: Tensor) -> Tensor:
