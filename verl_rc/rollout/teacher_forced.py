@@ -1,41 +1,107 @@
-"""An engine that is given the tokens: log-probs of whole sequences by its prefill, with one version of the weights or more."""
+"""An engine that is given the tokens: by its prefill, or one token after the other, with one version of the weights or more."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
 from vllm import LLM, SamplingParams
 from vllm.inputs import tokens_input
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from verl_rc.rollout.sampling import EngineOptions
 
-Given = tuple[str, Sequence[Sequence[int]]]
-"""A model folder, and prompt and response ids of each row to score with it."""
+_FORCED = "forced_tokens"
+"""Name of a request's response ids among its further arguments."""
+
+
+class ForcedTokens(AdapterLogitsProcessor):
+    """Leaves each request only the token that it is to say next; vLLM takes raw log-probs before it."""
+
+    def is_argmax_invariant(self) -> bool:
+        """No: greedy sampling must take the forced token, too."""
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Callable[[list[int], Tensor], Tensor] | None:
+        """What is applied to the logits of a request; None: nothing."""
+        forced = (params.extra_args or {}).get(_FORCED)
+        if forced is None:
+            return None
+
+        def force(output_ids: list[int], logits: Tensor) -> Tensor:
+            only = torch.full_like(logits, -torch.inf)
+            only[forced[min(len(output_ids), len(forced) - 1)]] = 0.0
+            return only
+
+        return force
 
 
 class TeacherForcedEngine:
-    """Lives alone in its process: vLLM owns the process's threads. Prompt log-probs bypass the prefix cache."""
+    """Lives alone in its process: vLLM owns the process's threads."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Build the engine with the weights of ``options.model_path``."""
         self._loaded = options.model_path
         self._llm = LLM(
-            model=options.model_path, dtype=options.dtype, max_model_len=options.max_model_len, disable_log_stats=True,
+            model=options.model_path,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            disable_log_stats=True,
+            logits_processors=[f"{ForcedTokens.__module__}:{ForcedTokens.__name__}"],
+            async_scheduling=False,  # a token must be known before the next one is forced
             **options.arguments,
-        )  # fmt: skip
+        )
 
-    def log_probs(self, given: Sequence[Given]) -> list[list[list[float]]]:
-        """Of each version, of each row, the log-prob of every token but the first, nats, at temperature 1."""
+    def prefilled(self, model_path: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        """Of each row, a prompt and its response, the log-probs of the response, nats, at temperature 1.
+
+        Requests for log-probs of prompts read no prefix cache.
+        """
+        self._load(model_path)
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        given = [tokens_input([*prompt, *response]) for prompt, response in rows]
         found = []
-        for model_path, sequences in given:
-            if model_path != self._loaded:
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_path": model_path})
-                self._loaded = model_path
-            outputs = self._llm.generate([tokens_input(list(ids)) for ids in sequences], parameters, use_tqdm=False)
-            of_rows = []
-            for ids, output in zip(sequences, outputs, strict=True):
-                entries = output.prompt_logprobs
-                assert entries is not None, "prompt log-probs were asked for"
-                scored = zip(ids[1:], entries[1:], strict=True)
-                of_rows.append([entry[token].logprob for token, entry in scored if entry is not None])
-            found.append(of_rows)
+        for (prompt, response), output in zip(rows, self._llm.generate(given, parameters, use_tqdm=False), strict=True):
+            entries = output.prompt_logprobs
+            assert entries is not None, "prompt log-probs were asked for"
+            scored = zip(response, entries[len(prompt) :], strict=True)
+            found.append([entry[token].logprob for token, entry in scored if entry is not None])
         return found
+
+    def decoded(
+        self, model_path: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], cached_by: str | None = None
+    ) -> tuple[list[list[float]], int]:
+        """As ``prefilled``, but saying the responses token by token, behind prompts that share the prefix cache.
+
+        The cache is emptied before; ``cached_by``: a model folder whose weights then fill it with the prompts. The second value
+        is how many tokens of prompts came from the cache.
+        """
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the engine's prefix cache must be empty, but vLLM refused to reset it.")
+        prompts = [tokens_input(list(prompt)) for prompt, _ in rows]
+        if cached_by is not None:
+            self._load(cached_by)
+            self._llm.generate(prompts, SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+        self._load(model_path)
+        parameters = [
+            SamplingParams(
+                max_tokens=len(response),
+                temperature=0.0,
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={_FORCED: list(response)},
+            )
+            for _, response in rows
+        ]
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        found = []
+        for (_, response), output in zip(rows, outputs, strict=True):
+            entries = output.outputs[0].logprobs
+            assert entries is not None, "log-probs were asked for"
+            found.append([entry[token].logprob for token, entry in zip(response, entries, strict=True)])
+        return found, sum(output.num_cached_tokens or 0 for output in outputs)
+
+    def _load(self, model_path: str) -> None:
+        if model_path != self._loaded:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": model_path})
+            self._loaded = model_path

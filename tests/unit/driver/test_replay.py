@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
-from verl_rc.driver.replay import DiagnosisRequest, NothingToReplayError, diagnose
+from verl_rc.driver.replay import DiagnosisRequest, NothingToReplayError, diagnose, diagnosis
+from verl_rc.driver.replay.rows import RecordedRows
 from verl_rc.report.run_folder import read_run
 from verl_rc.report.verdict import judge
-from verl_rc.report.verdict.replays import OLDER_WEIGHTS, OTHER_INPUTS
+from verl_rc.report.verdict.replays import OLDER_WEIGHTS, OTHER_CODE, OTHER_INPUTS, STALE_CACHE
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 
 TRAINER = ("R0", "R1", "R2", "R3", "R4")
@@ -122,6 +123,64 @@ def test_where_the_actor_corrects_the_weights_are_still_compared(kept: dict[str,
     found = diagnose(DiagnosisRequest(run_with(kept, None, noisy(log_probs(kept["base"], PROMPTS))), TRAINER))
     assert "trainer" not in found.replayed[0].parts
     assert found.statements[0].cause == OLDER_WEIGHTS
+
+
+class TableEngine:
+    """Stands for ``ReplayEngine``: its log-probs are the recorded ones and so many nats more, in turn with either sign."""
+
+    PLAIN, PREFILL, OWN_CACHE, STALE_CACHE = 0.4, 0.3, 0.2, 0.002
+
+    def __init__(self, config: object, device: str, folder: str, plain: bool = False, caches: bool = False) -> None:
+        self._size = self.PLAIN if plain else self.PREFILL
+        assert not (plain and caches)
+
+    def prefilled(self, rows: RecordedRows, folder: str) -> Tensor:
+        return self._moved(rows, self._size)
+
+    def decoded(self, rows: RecordedRows, folder: str, cached_by: str | None = None) -> tuple[Tensor, int]:
+        return self._moved(rows, self.OWN_CACHE if cached_by is None else self.STALE_CACHE), 64
+
+    def end(self) -> None:
+        pass
+
+    def _moved(self, rows: RecordedRows, size: float) -> Tensor:
+        return rows.rollout + size * (-1.0) ** torch.arange(rows.rollout.shape[1])
+
+
+def test_parts_of_engines_stand_between_trainer_and_record(kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "ReplayEngine", TableEngine)
+    train = np.array(log_probs(kept["later"], PROMPTS))
+    signs = np.concatenate([(-1.0) ** np.arange(length) for length in LENGTHS])
+    folder = run_with(kept, train.tolist(), (train - 0.5 * signs).tolist())
+    (record,) = diagnose(DiagnosisRequest(folder, ("R0", "R5", "R6", "R7"))).replayed
+    expected = {"engine": 0.1, "precision": 0.1, "decode": 0.1, "rest": 0.2}
+    for name, size in expected.items():
+        assert record.parts[name].size == pytest.approx(size, abs=1e-5), name
+        assert record.parts[name].share == pytest.approx(size / 0.5, abs=1e-4), name
+    numbers = {"kernels": 0.1, "own_cache": 0.2, "stale_cache": 0.002, "stale_version": 0, "cached_tokens": 64}
+    assert {name: record.numbers[name] for name in numbers} == pytest.approx(numbers, abs=1e-5)
+    of_replays = {"R5": {"engine": 0.2, "rest": 0.3}, "R6": {"engine": 0.1, "precision": 0.4}, "R7": {"engine": 0.3, "rest": 0.2}}
+    for name, sizes in of_replays.items():
+        (record,) = diagnose(DiagnosisRequest(folder, ("R0", name))).replayed
+        found = {part: record.parts[part].size for part in record.parts if part not in ("trainer", "versions")}
+        assert found == pytest.approx(sizes, abs=1e-5), name
+
+
+def test_a_stale_cache_and_other_code_are_named(kept: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "ReplayEngine", TableEngine)
+    train = np.array(log_probs(kept["later"], PROMPTS))
+    signs = np.concatenate([(-1.0) ** np.arange(length) for length in LENGTHS])
+    found = diagnose(DiagnosisRequest(run_with(kept, train.tolist(), (train - 0.5 * signs).tolist()), ("R6", "R7")))
+    assert [one.cause for one in found.statements if one.level == "fault"] == [STALE_CACHE, OTHER_CODE]
+    assert "filled by weights 0" in found.statements[0].sentence
+
+
+def test_engines_that_are_given_tokens_need_temperature_1(kept: dict[str, Path]) -> None:
+    train = log_probs(kept["later"], PROMPTS)
+    folder = run_with(kept, train, train)
+    save_resolved_config(small_run_config(kept["base"], "actor_rollout_ref.rollout.temperature=0.7"), folder)
+    found = diagnose(DiagnosisRequest(folder, ("R6", "R7")))
+    assert found.notes == ("R6, R7 left out: engines that are given tokens score them at temperature 1",)
 
 
 def test_what_is_missing_is_said(kept: dict[str, Path]) -> None:

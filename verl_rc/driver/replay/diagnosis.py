@@ -1,6 +1,7 @@
 """What makes the gap of a run: the verdict of its metrics, and of replays where they are asked for."""
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.data.tokenize import load_tokenizer
-from verl_rc.driver.replay.engine import engine_log_probs
+from verl_rc.driver.replay.engine import ReplayEngine
 from verl_rc.driver.replay.rows import RecordedRows, chosen, read_rows
 from verl_rc.driver.replay.trainer import TrainerReplay, wrong_inputs
 from verl_rc.driver.replay.weights import KeptWeights
@@ -32,6 +33,9 @@ REPLAYS: Mapping[str, str] = {
     "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
     "R4": "ids decoded and encoded again: no model",
     "R5": "an engine that is given the tokens, without caches: an engine's start and 1 prefill a record",
+    "R6": "an engine in float32 that is given one row at a time: another start and a prefill of every row",
+    "R7": "an engine that says the tokens one by one, its prefix cache empty, or filled with older weights: as R5, and 3 "
+    "generations a record",
 }
 """What is built of the replays in docs/see_why.md, and what each costs for a record."""
 _SAME = 1e-4
@@ -122,12 +126,13 @@ class _Session:
             self.notes.append("no record has its weights on the disk: trainer.save_freq keeps them, the step after is recorded")
 
     def replay(self) -> None:
-        """Replay every chosen record; the engine comes last, because it has a process of its own."""
+        """Replay every chosen record; the engines come last, because they have processes of their own."""
         measured = [self._by_trainer(rows) for rows in self._rows]
         best = [record.best_version if "R3" in self._wanted else record.version for record, _ in measured]
-        prefilled = self._by_engine(best)
-        for rows, (record, scores), version, prefill in zip(self._rows, measured, best, prefilled, strict=True):
-            self.found.append(replace(record, parts=_parts(rows, scores, version, prefill)))
+        by_engine = self._by_engines(best)
+        for rows, (record, scores), version, found in zip(self._rows, measured, best, by_engine, strict=True):
+            numbers = {**record.numbers, **found.numbers}
+            self.found.append(replace(record, numbers=numbers, parts=_parts(rows, scores, version, found)))
 
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""
@@ -158,17 +163,62 @@ class _Session:
         tokens = int(rows.counted.sum())
         return ReplayedRecord(rows.step, rows.version, tokens, gap, {}, sizes, numbers, reproduced_by), scores
 
-    def _by_engine(self, versions: Sequence[int]) -> list[Tensor | None]:
-        if "R5" not in self._wanted or not self._rows:
-            return [None] * len(self._rows)
-        if self._config.actor_rollout_ref.rollout.temperature != 1.0:
-            self.notes.append("R5 was left out: an engine gives log-probs of prompts at temperature 1 alone")
-            return [None] * len(self._rows)
+    def _by_engines(self, held: Sequence[int]) -> list["_ByEngines"]:
+        """What engines measure of each record with the weights that the run's engine held."""
+        found = [_ByEngines() for _ in self._rows]
+        wanted = self._wanted & {"R5", "R6", "R7"}
+        if wanted and self._config.actor_rollout_ref.rollout.temperature != 1.0:
+            self.notes.append(f"{', '.join(sorted(wanted))} left out: engines that are given tokens score them at temperature 1")
+        elif wanted and self._rows:
+            if wanted != {"R6"}:
+                self._by_run_engine(found, held)
+            if "R6" in wanted:
+                self._by_plain_engine(found, held)
+        return found
+
+    def _by_run_engine(self, found: Sequence["_ByEngines"], held: Sequence[int]) -> None:
+        """R5 and R7, by one engine built as the run's was."""
+        with self._timed("R5" if "R5" in self._wanted else "R7"):
+            engine = ReplayEngine(self._config, self._device(), self._kept.folder(held[0]), caches="R7" in self._wanted)
+        try:
+            for rows, of_record, version in zip(self._rows, found, held, strict=True):
+                if "R5" in self._wanted:
+                    with self._timed("R5"):
+                        of_record.prefill = engine.prefilled(rows, self._kept.folder(version))
+                if "R7" in self._wanted:
+                    with self._timed("R7"):
+                        self._by_cache(engine, rows, of_record, version)
+        finally:
+            engine.end()
+
+    def _by_cache(self, engine: ReplayEngine, rows: RecordedRows, found: "_ByEngines", held: int) -> None:
+        """R7: with a cache of its own, and with one that older weights filled: those of the start, and the last before."""
+        found.decode, _ = engine.decoded(rows, self._kept.folder(held))
+        found.numbers["own_cache"] = rows.rms(found.decode, rows.rollout)
+        older = [version for version in self._kept.versions if version < rows.version]
+        for version in sorted({*older[:1], *older[-1:]}):
+            stale, cached = engine.decoded(rows, self._kept.folder(rows.version), self._kept.folder(version))
+            size = rows.rms(stale, rows.rollout)
+            if size < found.numbers.get("stale_cache", math.inf):
+                found.numbers |= {"stale_cache": size, "stale_version": version, "cached_tokens": cached}
+
+    def _by_plain_engine(self, found: Sequence["_ByEngines"], held: Sequence[int]) -> None:
+        """R6: the engine's code alone, against the trainer's in float32."""
+        with self._timed("R6"):
+            engine = ReplayEngine(self._config, self._device(), self._kept.folder(held[0]), plain=True)
+            try:
+                for rows, of_record, version in zip(self._rows, found, held, strict=True):
+                    of_record.plain = engine.prefilled(rows, self._kept.folder(version))
+            finally:
+                engine.end()
+            for rows, of_record, version in zip(self._rows, found, held, strict=True):
+                assert of_record.plain is not None
+                exact = TrainerReplay(self._config, self._kept.folder(version), torch.float32).score(rows.tokens)
+                of_record.numbers["kernels"] = rows.rms(exact, of_record.plain)
+
+    def _device(self) -> str:
         device = self._config.trainer.device
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        with self._timed("R5"):
-            given = [(rows, self._kept.folder(version)) for rows, version in zip(self._rows, versions, strict=True)]
-            return list(engine_log_probs(self._config, given, device))
+        return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
     def _reproduced_by(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> str:
         if rows.train is None or rows.rms(rows.train, clean) <= _SAME:
@@ -208,10 +258,23 @@ class _Stopwatch:
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.monotonic() - self._began
 
 
-def _parts(rows: RecordedRows, scores: Mapping[int, Tensor], held: int, prefill: Tensor | None) -> dict[str, Part]:
-    """The gap as a sum, from the trainer to the engine; a part that was not replayed is in its successor."""
-    chain = [("trainer", rows.train), ("versions", scores[rows.trainer_version]), ("engine", scores[held]), ("rest", prefill)]
+@dataclass
+class _ByEngines:
+    """What engines measured of a record, as far as they were asked: log-probs float32 ``[B, R]``, nats."""
+
+    plain: Tensor | None = None
+    prefill: Tensor | None = None
+    decode: Tensor | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def _parts(rows: RecordedRows, scores: Mapping[int, Tensor], held: int, engines: _ByEngines) -> dict[str, Part]:
+    """The gap as a sum, from the trainer to the engine; a part that was not replayed is in its predecessor."""
+    chain = [("trainer", rows.train), ("versions", scores[rows.trainer_version]), ("engine", scores[held])]
+    chain += [("precision", engines.plain), ("decode", engines.prefill), ("rest", engines.decode)]
     known = [(name, values) for name, values in chain if values is not None]
+    if known[-1][0] == "decode":  # what separates the two was not replayed
+        known[-1] = ("rest", known[-1][1])
     gap = (known[0][1].double() - rows.rollout.double())[rows.counted]
     parts = {}
     for (name, values), (_, following) in zip(known, [*known[1:], ("", rows.rollout)], strict=True):

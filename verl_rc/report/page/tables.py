@@ -63,13 +63,25 @@ def doctor_panel(run: RunData, verdict: Verdict) -> str:
     return f"{evidence}{looked}{unseen}{_replays(run)}"
 
 
+_PARTS = {
+    "trainer": "trainer",
+    "versions": "other weights",
+    "engine": "engine",
+    "precision": "precision",
+    "decode": "token by token",
+    "rest": "rest",
+}
+"""Parts of the gap that replays find, with their headings."""
+
+
 def _replays(run: RunData) -> str:
     """The parts of the gap of each record that was replayed, in nats, with their shares."""
     records = replayed_records(run.replays)
     if not records:
         more = "<p>Replays of recorded tokens tell more: <code>verl-rc diagnose RUN --replay</code></p>"
         return more if run.is_own and run.tokens is not None else ""
-    names = ("trainer", "versions", "engine", "rest")
+    replayed = {name for record in records for name in record.parts}
+    names = [name for name in _PARTS if name in replayed or name in ("trainer", "versions", "engine", "rest")]
     rows = [
         (
             str(record.step),
@@ -80,7 +92,7 @@ def _replays(run: RunData) -> str:
         )
         for record in records
     ]
-    head = ("step", "weights said", "gap, nats", "trainer", "other weights", "engine", "rest", "nearest weights")
+    head = ("step", "weights said", "gap, nats", *(_PARTS[name] for name in names), "nearest weights")
     return f"<h3>Replays</h3><p>The gap as a sum of parts, nats, with shares of its variance.</p>{table(head, rows)}"
 
 

@@ -1,8 +1,9 @@
 """What controlled replays of recorded tokens say: parts of the gap that add up, and the cause that a part names.
 
 Of a recorded token: log-prob of the trainer as recorded, of the trainer's weights of that step by clean code, of the weights that
-the engine held, of an engine that is given the tokens, of the engine as recorded. Differences of neighbours are the parts; the
-share of a part is its covariance with the gap over the gap's variance, and shares add to 1.
+the engine held, of engines that are given the tokens (in float32 row by row, as the run's by prefill, as the run's token by
+token), of the engine as recorded. Differences of neighbours are the parts; the share of a part is its covariance with the gap
+over the gap's variance, and shares add to 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,9 @@ from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.report.verdict.statement import Statement, say
 
 OTHER_INPUTS = "the trainer scores other inputs or with noise"
+STALE_CACHE = "stale prefix cache"
 OLDER_WEIGHTS = "older weights"
+OTHER_CODE = "the engine's code computes otherwise than the trainer's"
 OTHER_ENGINE = "the engine holds other weights, or computes otherwise"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -39,11 +42,15 @@ class ReplayedRecord:
     gap: float
     """Root mean square of the log-ratio, nats; 0 where the trainer's log-probs were not recorded."""
     parts: Mapping[str, Part] = field(default_factory=dict)
-    """``trainer``, ``versions``, ``engine``, ``rest``, as far as they were replayed."""
+    """``trainer``, ``versions``, ``engine``, ``precision``, ``decode``, ``rest``, as far as they were replayed."""
     versions: Mapping[int, float] = field(default_factory=dict)
     """By version of the weights, root mean square of its log-probs less the engine's, nats."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """``trainer_twice``, ``alone``, ``precision`` (nats), ``retokenised`` (share of rows), ``noise`` (of the trainer)."""
+    """``trainer_twice``, ``alone``, ``precision`` (nats), ``retokenised`` (share of rows), ``noise`` (of the trainer).
+
+    ``kernels``: nats between the engine in float32, row by row, and the trainer's code in float32. ``own_cache``: nats between
+    the recorded log-probs and those of an engine whose prefix cache began empty; ``stale_cache``: of one whose cache weights
+    ``stale_version`` filled; ``cached_tokens``: how many tokens of prompts came from there."""
     reproduced_by: str = ""
     """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
 
@@ -80,8 +87,13 @@ def replayed_records(found: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]
 
 
 def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
-    """The causes that replays name, the trainer's first; a rule that holds on two records names, on one it is likely."""
-    found = (_other_inputs(records), _older_weights(records), _other_engine(records))
+    """The causes that replays name, the trainer's first; a rule that holds on two records names, on one it is likely.
+
+    A stale cache holds older weights and makes another engine, so neither is said beside it.
+    """
+    stale = _stale_cache(records)
+    others = (stale,) if stale is not None else (_older_weights(records), _other_engine(records))
+    found = (_other_inputs(records), *others, _other_code(records))
     return [statement for statement in found if statement is not None]
 
 
@@ -120,6 +132,36 @@ def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
         **_sure(seen),
         next_test="Compare prompts, positions and masks of the trainer's forward pass with the recorded ids; turn dropout off.",
         row=15,
+    )
+
+
+def _stale_cache(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """A prefix cache that older weights filled explains the engine's log-probs twice as well as weights alone."""
+    seen = []
+    for record in records:
+        rest, left = record.parts.get("rest"), record.numbers.get("stale_cache")
+        if rest is None or left is None or rest.share <= BOUNDS.part_share or rest.size <= BOUNDS.reproduced:
+            continue
+        without = min(record.numbers["own_cache"], *record.versions.values())
+        if without > BOUNDS.above_floor * left:
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.numbers["own_cache"])
+    evidence: dict[str, float] = {"step": worst.step, "said": worst.version, "filled": worst.numbers["stale_version"]}
+    evidence |= {"left": worst.numbers["stale_cache"], "own": worst.numbers["own_cache"]}
+    evidence["cached"] = worst.numbers["cached_tokens"]
+    return say(
+        "gap",
+        STALE_CACHE,
+        "fault",
+        "An engine with weights {said:.0f} whose prefix cache was filled by weights {filled:.0f} ({cached:.0f} tokens of prompts "
+        "come from there) is {left:.4f} nats from the log-probs of step {step:.0f}, with a cache of its own {own:.4f}",
+        evidence,
+        **_sure(seen),
+        next_test="Reset the prefix cache after every weight update, or turn it off and compare.",
+        overrides=(f"{_ROLLOUT}.enable_prefix_caching=False",),
+        row=14,
     )
 
 
@@ -176,5 +218,30 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
         next_test="Weights that were loaded in part, a stale cache, another kernel or sampler: restart the engine, then compare "
         "tensors after a sync.",
         overrides=(f"{_ROLLOUT}.enable_prefix_caching=False", f"{_ROLLOUT}.sync_proof.canary_freq=1"),
+        row=20,
+    )
+
+
+def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """With the same weights, in float32 and row by row, the engine gives other log-probs than the trainer."""
+    seen = []
+    for record in records:
+        part, kernels = record.parts.get("engine"), record.numbers.get("kernels", 0.0)
+        if part is not None and part.share > BOUNDS.part_share and kernels > BOUNDS.reproduced:
+            seen.append(record)
+    if not seen:
+        return None
+    worst = max(seen, key=lambda record: record.numbers["kernels"])
+    evidence = {"kernels": worst.numbers["kernels"], "share": worst.parts["engine"].share, "step": worst.step}
+    return say(
+        "gap",
+        OTHER_CODE,
+        "fault",
+        "With the weights of step {step:.0f}, in float32 and one row at a time, the engine is {kernels:.4f} nats from the "
+        "trainer: {share:.0%} of the gap is neither rounding nor weights",
+        evidence,
+        **_sure(seen),
+        next_test="Compare what both make of the model's configuration (rotary base, scaling, experts, merged adapters), then "
+        "try other kernels of attention in the engine.",
         row=20,
     )

@@ -1,14 +1,17 @@
 """Replays into words: each bound from both sides, order of causes, and files that are damaged."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from verl_rc.report.verdict.diagnosis import ranked
 from verl_rc.report.verdict.replays import (
     OLDER_WEIGHTS,
+    OTHER_CODE,
     OTHER_ENGINE,
     OTHER_INPUTS,
+    STALE_CACHE,
     Part,
     ReplayedRecord,
     judge_replays,
@@ -70,6 +73,41 @@ def test_another_engine_is_one_that_was_nearer_at_the_start(size: float, share: 
 def test_an_engine_that_was_reproduced_exactly_at_the_start_may_round(size: float, names: bool) -> None:
     exact = with_part("rest", 0.0, 0.0, step=1)
     assert causes(exact, with_part("rest", size, 0.5)) == [OTHER_ENGINE] * names
+
+
+def with_caches(own: float, stale: float, share: float = 0.9, **changed: Any) -> ReplayedRecord:
+    """A record whose last part is that of a cache of its own."""
+    numbers = {**HEALTHY.numbers, "own_cache": own, "stale_cache": stale, "stale_version": 0.0, "cached_tokens": 320.0}
+    changed = {"versions": {0: 0.4, 4: own + 0.01}, **changed}
+    return replace(with_part("rest", own, share), numbers=numbers, **changed)
+
+
+@pytest.mark.parametrize(
+    ("own", "stale", "share", "names"),
+    [
+        (0.041, 0.02, 0.16, True),
+        (0.039, 0.02, 0.9, False),  # not twice as near
+        (0.041, 0.02, 0.14, False),
+        (0.0011, 0.0, 0.9, True),
+        (0.0009, 0.0, 0.9, False),
+    ],
+)
+def test_a_cache_of_older_weights_explains_what_is_left(own: float, stale: float, share: float, names: bool) -> None:
+    assert causes(with_caches(own, stale, share)) == [STALE_CACHE] * names
+
+
+def test_a_stale_cache_is_said_alone_and_not_where_older_weights_explain_as_much() -> None:
+    stale = with_caches(0.3, 0.01, versions={0: 0.1, 4: 0.31})
+    assert causes(HEALTHY, stale) == [STALE_CACHE]
+    pinned = with_caches(0.3, 0.01, versions={0: 0.01, 4: 0.31})
+    assert causes(replace(pinned, numbers={**pinned.numbers, "own_cache": 0.01})) == [OLDER_WEIGHTS]
+
+
+@pytest.mark.parametrize(("kernels", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)])
+def test_code_that_differs_in_float32_is_no_rounding(kernels: float, share: float, names: bool) -> None:
+    record = replace(with_part("engine", 0.03, share), numbers={**HEALTHY.numbers, "kernels": kernels})
+    assert causes(record) == [OTHER_CODE] * names
+    assert causes(with_part("engine", 0.03, share)) == []  # R6 was not asked for
 
 
 def test_two_records_name_and_one_makes_likely() -> None:
