@@ -46,6 +46,8 @@ class SignatureBounds:
     """Up to so many nats apart, log-probs of the trainer count as the same: other batches round otherwise."""
     implausible_noise: float = 0.5
     """Logit noise that rounding makes in no precision, whatever the floor of the run is."""
+    drift: float = 0.02
+    """Root mean square of the log-ratio over the updates of a step from which on it counts: a tenth of the usual clip range."""
     far_above_floor: float = 4.0
     """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it, too."""
 

@@ -55,8 +55,9 @@ def judge_gap(run: RunData) -> list[Statement]:
     """Every row that the metrics speak to, in the order of the table; one statement that says so if there is none."""
     faults = [*_not_finite(run), *(_signed(run) if has_signatures(run) else _missing_mass(run))]
     if not faults:
-        rules = (_staleness, _weights_never_arrive, _one_version_late, _staleness_at_one_age, _missed_update)
-        faults = next((found for rule in (*rules, _large_from_the_start) if (found := rule(run))), [])
+        over_time = (_staleness, _weights_never_arrive, _one_version_late, _staleness_at_one_age, _missed_update)
+        rules = (*over_time, _drift_within_the_step, _large_from_the_start)
+        faults = next((found for rule in rules if (found := rule(run))), [])
     return faults or [_with_what_cannot_be_told(_size_of_gap(run), run)]
 
 
@@ -403,6 +404,45 @@ def _missed_update(run: RunData) -> list[Statement]:
             next_test="verl-rc diagnose RUN --replay R3 says with which, where checkpoints were kept; look at the log for what "
             "delayed or skipped a weight update.",
             row=19,
+        )
+    ]
+
+
+def _drift_within_the_step(run: RunData) -> list[Statement]:
+    """Row 17: in bypass mode k3 is of all updates of a step, logit noise of the first mini-batch, before any of them.
+
+    Noise s on the logits makes log-ratios of s sqrt(g), and the mean of g over tokens is at most 1.
+    """
+    if not run.settings.get(f"{_CORRECTION}.bypass_mode"):
+        return []
+    noise = run.get(f"{PREFIX}logit_noise").by_step()
+    moved = mapped(run.get(_K3), lambda k3: _root(2 * k3))
+    shared = [(step, size) for step, size in zip(moved.steps, moved.values, strict=True) if step in noise]
+    drifts = Series(
+        [step for step, _ in shared],
+        [size if size > BOUNDS.above_floor * noise[step] else 0.0 for step, size in shared],
+    )
+    count, first, last = lasting(drifts, lambda size: size > BOUNDS.drift)
+    if first < 0:
+        return []
+    within = [(size, noise[step]) for step, size in shared if first <= step <= last]
+    evidence = {"drift": statistics.median(size for size, _ in within), "noise": statistics.median(s for _, s in within)}
+    evidence |= {"count": count, "steps": len(shared)}
+    epochs = run.settings.get("actor_rollout_ref.actor.ppo_epochs", 1)
+    return [
+        say(
+            "gap",
+            "drift within the step",
+            "notice",
+            "Over all updates of a step the policy is {drift:.4f} nats a token from the log-probs that it was sampled with; "
+            "before the first one logit noise is {noise:.4f} ({count:.0f} of {steps:.0f} steps). It moves away while it learns "
+            "from the batch",
+            evidence,
+            confidence="named",
+            steps=(first, last),
+            next_test="Fewer updates a step (larger mini-batches, one epoch), a lower learning rate or a tighter clip.",
+            overrides=("actor_rollout_ref.actor.ppo_epochs=1",) if run.is_own and int(epochs) > 1 else (),
+            row=17,
         )
     ]
 

@@ -305,6 +305,39 @@ def test_row_20_of_the_start_says_nothing_of_old_samples_nor_of_unknown_precisio
     assert only(judge_gap(planted(noise))).row == 11
 
 
+# ---- Row 17.
+
+BYPASS = {"algorithm.rollout_correction.bypass_mode": True, "actor_rollout_ref.actor.ppo_epochs": 2}
+
+
+def drifting(rms: float, noise: float, steps: range = range(STEPS)) -> dict[str, list[float]]:
+    """Over all updates log-ratios of this size in some steps, of 0.9 times the noise in the others."""
+    sizes = [rms if step in steps else 0.9 * noise for step in range(STEPS)]
+    k3 = [size**2 / 2 for size in sizes]
+    return {K1: k3, K3: k3, f"{PREFIX}logit_noise": [noise] * STEPS}
+
+
+@pytest.mark.parametrize(
+    ("rms", "noise", "names"),
+    [(0.041, 0.02, True), (0.039, 0.02, False), (0.021, 1e-6, True), (0.019, 1e-6, False), (0.15, 0.04, True)],
+)
+def test_row_17_updates_move_the_policy_away_from_its_samples(rms, noise, names):
+    found = only(judge_gap(planted(drifting(rms, noise), BYPASS)))
+    assert (found.row == 17) is names
+    if names:
+        assert (found.cause, found.level, found.confidence) == ("drift within the step", "notice", "named")
+        assert found.evidence["drift"] == pytest.approx(rms)
+        assert found.overrides == ("actor_rollout_ref.actor.ppo_epochs=1",)
+
+
+def test_row_17_needs_bypass_mode_and_two_steps_in_a_row():
+    assert only(judge_gap(planted(drifting(0.1, 0.02)))).row != 17
+    assert only(judge_gap(planted(drifting(0.1, 0.02, range(7, 8)), BYPASS))).row != 17
+    found = only(judge_gap(planted(drifting(0.1, 0.02, range(7, 9)), BYPASS)))
+    assert (found.row, found.steps) == (17, (8, 9))
+    assert only(judge_gap(planted({K3: [0.005] * STEPS, K1: [0.005] * STEPS}, BYPASS))).row != 17  # no noise to compare with
+
+
 def test_row_18_in_the_real_loop():
     """A quickstart whose receiver kept its first weights (docs/experiment_log.md): sqrt(k3), mean |log-ratio| and ppo_kl."""
     k3 = [0.029, 0.631, 0.701, 0.722, 0.804, 0.81, 0.82, 0.916, 0.86, 0.959, 0.96, 0.979, 0.991, 0.949, 0.926, 0.953]
