@@ -44,6 +44,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_presets(subcommands)
     _add_report(subcommands)
     _add_trace(subcommands)
+    _add_wandb_workspace(subcommands)
     _add_what_if(subcommands)
     return parser
 
@@ -183,6 +184,34 @@ def _add_what_if(subcommands: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--gradients", action="store_true", help=gradients)
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.set_defaults(run=_what_if)
+
+
+def _add_wandb_workspace(subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "save a view of a W&B project whose charts answer questions; needs an account and a network"
+    parser = subcommands.add_parser("wandb-workspace", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser.add_argument("project", metavar="ENTITY/PROJECT", help="the user or team, and the project of the runs")
+    parser.add_argument("--json", action="store_true", help="print the view instead of saving it; no network")
+    parser.set_defaults(run=_wandb_workspace)
+
+
+def _wandb_workspace(given: argparse.Namespace) -> int:
+    entity, slash, project = given.project.partition("/")
+    if not (entity and slash and project) or "/" in project:
+        return _refuse("wandb-workspace", ValueError(f"the project must be given as ENTITY/PROJECT, got {given.project}"))
+    try:
+        from verl_rc.metrics.sinks import wandb_workspace as views  # noqa: PLC0415  (an optional package)
+    except ImportError:
+        needed = "wandb-workspaces must be installed for it; run `pip install 'verl_rc[wandb-workspaces]'`"
+        return _refuse("wandb-workspace", ValueError(needed))
+    try:
+        if given.json:
+            said = json.dumps(views.workspace_json(entity, project), indent=2)
+        else:
+            said = views.save_workspace(entity, project)
+    except views.WorkspaceError as error:
+        return _refuse("wandb-workspace", error)
+    sys.stdout.write(f"{said}\n")
+    return 0
 
 
 def _explain(given: argparse.Namespace) -> int:

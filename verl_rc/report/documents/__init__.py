@@ -16,7 +16,10 @@ PAGES: Mapping[str, Callable[[], str]] = {
 """What writes each page, by its path in a checkout."""
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"docs/see_why.md": tables.causes_table}
+TABLES: Mapping[str, Callable[[], str]] = {
+    "docs/running.md": tables.panels_table,
+    "docs/see_why.md": tables.causes_table,
+}
 """What writes the table between two comments of a page that is written by hand, by the page's path."""
 
 _TABLE = re.compile(r"(?<=<!-- table written by verl-rc docs -->\n).*?(?=<!-- end of table -->)", re.DOTALL)

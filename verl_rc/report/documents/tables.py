@@ -1,8 +1,9 @@
-"""Pages that are tables: the metric catalogue, the presets of rollout correction, the causes of a gap."""
+"""Pages that are tables: the metric catalogue, the presets of rollout correction, the causes of a gap, charts."""
 
 from verl_rc.config.rollout_correction import PRESETS, RolloutCorrectionConfig
 from verl_rc.metrics.catalog import SECTIONS
 from verl_rc.metrics.catalog.spec import MetricSpec
+from verl_rc.metrics.panels import PANELS
 from verl_rc.report.verdict.cause import CAUSES
 
 _METRICS_HEAD = """\
@@ -71,3 +72,13 @@ def causes_table() -> str:
     rows = ((str(cause.row), cause.condition, cause.name, cause.next_test) for cause in CAUSES)
     cells = (" | ".join(map(_cell, row)) for row in rows)
     return "| row | if | cause | do |\n|---|---|---|---|\n" + "".join(f"| {row} |\n" for row in cells)
+
+
+def panels_table() -> str:
+    """The charts of a workspace in docs/running.md."""
+    rows = []
+    for section, panels in PANELS.items():
+        for place, panel in enumerate(panels):
+            names = ", ".join(f"`{name}`" for name in panel.metrics)
+            rows.append(f"| {section if place == 0 else ''} | {panel.title} | {names} |\n".replace("|  |", "| |"))
+    return "| section | chart | metrics |\n|---|---|---|\n" + "".join(rows)
