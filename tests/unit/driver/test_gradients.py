@@ -137,6 +137,11 @@ def test_a_projection_keeps_norms_and_angles(run: Path) -> None:
     assert "projection" not in exact.cost
 
 
+def test_a_projection_has_signs_so_that_numbers_alike_do_not_add_up(run: Path) -> None:
+    projected = ParameterGradients(run)._project({"one": torch.ones(60_000), "other": torch.ones(20_000)})
+    assert float(projected @ projected) == pytest.approx(80_000, rel=0.05)
+
+
 def test_the_command_says_whose_gradients_they_are(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["what-if", str(run), "--presets", "disabled,decoupled_token_is"]
     assert main([*command, "--gradients", "--json"]) == 0
