@@ -68,6 +68,10 @@ class World:
         self.canaries: list[Completions] = []
         """Of each publication whose canary tokens are generated beside other samples."""
 
+    @property
+    def processes(self) -> "World":
+        return self
+
     def require_nodes(self) -> None:
         """No node is lost."""
 

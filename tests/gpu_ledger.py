@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,8 +36,10 @@ from verl_rc.rollout.sampling import EngineOptions
 from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.weight_sync import sender
 from verl_rc.weight_sync.sender import WeightSender
+from verl_rc.workers import trainer_rank
 from verl_rc.workers.policy_worker import PolicyWorker
 from verl_rc.workers.sharded_model import ShardedModel
+from verl_rc.workers.trainer_rank import TrainerRank
 from verl_rc.workers.updates import ActorReport, UpdateReport
 
 CAPACITY = 79.1
@@ -134,40 +137,42 @@ class Ledger:
 class LedgerModule:
     """A model that moves by booking."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, part: str) -> None:
+        self.ledger, self.part = ledger, part
 
     def to(self, device: Any) -> None:
         if torch.device(device).type == "cpu":
-            self.ledger.free("weights")
-        elif "weights" not in self.ledger.current.parts:
-            self.ledger.take("weights", SHARD)
+            self.ledger.free(self.part)
+        elif self.part not in self.ledger.current.parts:
+            self.ledger.take(self.part, SHARD)
 
 
 class LedgerModel(ShardedModel):
     """The real ``in_use`` around memory that is booked."""
 
-    def __init__(self, ledger: Ledger, fsdp: FsdpConfig) -> None:
+    def __init__(self, ledger: Ledger, role: str, fsdp: FsdpConfig) -> None:
         self._device, self._fsdp, self._ledger = torch.device("cuda"), fsdp, ledger
-        self.module = cast(Any, LedgerModule(ledger))
-        ledger.take("context", CONTEXT)
+        self._moments = f"{role}'s moments"
+        self.module = cast(Any, LedgerModule(ledger, f"{role}'s weights"))
+        if "context" not in ledger.current.parts:
+            ledger.take("context", CONTEXT)
         ledger.use("loading", LOADING)
-        ledger.take("weights", SHARD)
+        self.module.to("cuda")
         self._has_moments = False
         self._rest()
 
     def _move_moments(self, device: torch.device) -> None:
         if device.type == "cpu":
-            self._ledger.free("moments")
+            self._ledger.free(self._moments)
         elif self._has_moments:
-            self._ledger.take("moments", MOMENTS)
+            self._ledger.take(self._moments, MOMENTS)
 
     def learn(self) -> None:
         with self.in_use(with_optimizer=True):
             self._ledger.take("gradient", GRADIENT)
             self._ledger.use("activations", ACTIVATIONS)
             if not self._has_moments:
-                self._ledger.take("moments", MOMENTS)
+                self._ledger.take(self._moments, MOMENTS)
                 self._has_moments = True
             self._ledger.free("gradient")
 
@@ -175,24 +180,21 @@ class LedgerModel(ShardedModel):
 class LedgerRank:
     """A rank of any role."""
 
-    def __init__(self, ledger: Ledger, fsdp: FsdpConfig) -> None:
+    def __init__(self, ledger: Ledger, role: str, fsdp: FsdpConfig) -> None:
         self.ledger = ledger
-        self.model = LedgerModel(ledger, fsdp)
+        self.model = LedgerModel(ledger, role, fsdp)
 
     def forward(self, tokens: TokenBatch) -> None:
         """Of a batch; one row is a canary's."""
         with self.model.in_use():
             self.ledger.use("activations", SCORING if len(tokens) > 1 else LAYER)
 
-    def close(self) -> None:
-        pass
-
 
 class LedgerActor(LedgerRank, PolicyWorker):
     """Lends by the code of the real rank."""
 
     def __init__(self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        LedgerRank.__init__(self, ledger, config.actor_rollout_ref.actor.fsdp_config)
+        LedgerRank.__init__(self, ledger, "actor", config.actor_rollout_ref.actor.fsdp_config)
         self._weights_in_use, self._device = ExitStack(), torch.device("cuda")
         self._sender = WeightSender(LedgerWeights(ledger), address.rank, self._device, "bfloat16", bucket_bytes=8)
 
@@ -209,7 +211,7 @@ class LedgerActor(LedgerRank, PolicyWorker):
 
 class LedgerCritic(LedgerRank):
     def __init__(self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        super().__init__(ledger, config.critic.fsdp_config)
+        super().__init__(ledger, "critic", config.critic.fsdp_config)
 
     def compute_values(self, tokens: TokenBatch, micro_batches: Any) -> list[torch.Tensor]:
         self.forward(tokens)
@@ -222,7 +224,7 @@ class LedgerCritic(LedgerRank):
 
 class LedgerReference(LedgerRank):
     def __init__(self, ledger: Ledger, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        super().__init__(ledger, config.actor_rollout_ref.ref.fsdp_config)
+        super().__init__(ledger, "reference", config.actor_rollout_ref.ref.fsdp_config)
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Any) -> list[torch.Tensor]:
         self.forward(tokens)
@@ -239,7 +241,7 @@ class LedgerWeights:
         return {f"w{index}": (2,) for index in range(6)}
 
     def gather(self, names: Sequence[str], dtype: torch.dtype) -> list[torch.Tensor]:
-        assert "weights" in self.ledger.current.parts, "weights are gathered while they rest in host memory"
+        assert "actor's weights" in self.ledger.current.parts, "weights are gathered while they rest in host memory"
         self.ledger.use("layer", LAYER)
         return [torch.zeros(2, dtype=dtype) for _ in names]
 
@@ -406,10 +408,13 @@ class FakeActor:
     def _call(self, method: str, arguments: Sequence[Any]) -> Reference:
         ledger = self._ledger
         ledger.current = self._memory
-        ledger.events.append(f"{self._memory.name} {method}")
-        if ledger.dies is not None and ledger.dies[:2] == (self._memory.name, method):
-            name, _, number = ledger.dies
-            ledger.dies = (name, method, number - 1) if number > 1 else None
+        who, what = self._memory.name, method
+        if method == "call":  # of a role
+            who, what = f"{arguments[0]} rank {who.rpartition(' ')[2]}", arguments[1]
+        ledger.events.append(f"{who} {what}")
+        if ledger.dies is not None and ledger.dies[:2] == (who, what):
+            *_, number = ledger.dies
+            ledger.dies = (who, what, number - 1) if number > 1 else None
             self._dead = number == 1
             if self._dead:
                 self.kill()
@@ -418,7 +423,8 @@ class FakeActor:
         return Reference(self._memory, getattr(self._object, method)(*arguments))
 
 
-CLASSES = {"PolicyWorker": LedgerActor, "CriticWorker": LedgerCritic, "ReferenceWorker": LedgerReference}
+PROCESS_CLASSES = {"TrainerRank": lambda ledger, **arguments: TrainerRank(**arguments), "RolloutEngine": LedgerEngine}
+WORKERS = {"PolicyWorker": LedgerActor, "CriticWorker": LedgerCritic, "ReferenceWorker": LedgerReference}
 
 
 class Loader:
@@ -449,7 +455,7 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
         def start(environment: dict[str, str]) -> FakeActor:
             visible = environment.get("CUDA_VISIBLE_DEVICES")
             gpus = (gpu,) if visible is None else tuple(int(one) for one in visible.split(","))
-            return FakeActor(ledger, {**CLASSES, "RolloutEngine": LedgerEngine}, starting[0], gpus)
+            return FakeActor(ledger, PROCESS_CLASSES, starting[0], gpus)
 
         return SimpleNamespace(remote=start)
 
@@ -464,6 +470,8 @@ def processes_that_book(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None
         get=lambda reference: reference.get(ledger),
         kill=lambda actor: actor.kill(),
     )
+    workers = SimpleNamespace(**{name: partial(worker, ledger) for name, worker in WORKERS.items()})
+    monkeypatch.setattr(trainer_rank, "import_module", lambda _: workers)
     # A run in the same test process may have put faulty classes in their place.
     monkeypatch.setattr(ActorGroup, "worker", "ledger:PolicyWorker")
     monkeypatch.setattr(EngineGroup, "worker", "ledger:RolloutEngine")

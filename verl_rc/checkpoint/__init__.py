@@ -5,10 +5,12 @@ from verl_rc.checkpoint.shard_folder import load_full_state_dict, shards_problem
 from verl_rc.checkpoint.shards import (
     BackgroundWriter,
     collect_shards,
+    get_random_state,
     load_shards,
     resume_schedule,
     save_shards,
     schedule_state,
+    set_random_state,
     write_shards,
 )
 from verl_rc.checkpoint.store import CheckpointError, CheckpointStore, ResumeMode
@@ -24,11 +26,13 @@ __all__ = [
     "SupplyState",
     "check_same_model",
     "collect_shards",
+    "get_random_state",
     "load_full_state_dict",
     "load_shards",
     "resume_schedule",
     "save_shards",
     "schedule_state",
+    "set_random_state",
     "shards_problem",
     "write_shards",
 ]

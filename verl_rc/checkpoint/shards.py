@@ -103,9 +103,9 @@ def resume_schedule(scheduler: LambdaLR, state: dict[str, int]) -> None:
 
 
 def get_random_state() -> dict[str, Tensor]:
-    """The random states of torch's CPU generator and of this process's CUDA device, if any."""
+    """The random states of torch's CPU generator and of this process's CUDA device, if it uses one."""
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

@@ -24,7 +24,7 @@ class Place:
     num_cpus: float
     """Logical CPUs of one process."""
     num_gpus: float
-    """Fraction of the device that one process reserves; 0 on a CPU."""
+    """Devices that one process reserves; 0 on a CPU."""
 
     def options(self, reserve_gpu: bool = True) -> dict[str, Any]:
         """Ray's options for a process here; without ``reserve_gpu`` its environment variables select the devices."""
@@ -49,7 +49,7 @@ class Placement:
     shares_devices: bool
     """Whether engines share the trainer's devices."""
     rank_places: tuple[Place, ...]
-    """One place per device of the trainer; ranks of all roles with the same number share it."""
+    """One place per device of the trainer; ranks of all roles with the same number are one process there."""
     engine_places: tuple[Place, ...]
     """One place per engine, of its first device."""
 
@@ -166,13 +166,13 @@ def _check_cores(config: RunConfig) -> None:
 
 def _reserve(config: RunConfig, device: str, cpus: float) -> tuple[list[Place], list[Place]]:
     """Reserve the places of ranks and engines; engines that do not share the trainer's devices get separate ones."""
-    rollout, roles = config.actor_rollout_ref.rollout, config.num_trainer_roles
+    rollout = config.actor_rollout_ref.rollout
     per_engine = rollout.tensor_model_parallel_size
     shared, gpu = config.actor_rollout_ref.hybrid_engine, 1.0 if device == "cuda" else 0.0
-    trainer_bundle = {"CPU": cpus * (roles + shared), "GPU": gpu}
+    trainer_bundle = {"CPU": cpus * (1 + shared), "GPU": gpu}
     groups = [_group(trainer_bundle, config.trainer.n_gpus_per_node) for _ in range(config.trainer.nnodes)]
     rank_places = [
-        Place(group, bundle, cpus, gpu / roles) for group in groups for bundle in range(config.trainer.n_gpus_per_node)
+        Place(group, bundle, cpus, gpu) for group in groups for bundle in range(config.trainer.n_gpus_per_node)
     ]
     if shared:
         engine_places = rank_places[:: config.num_ranks // config.num_engines]

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_rc.cluster.placement import Placement
-from verl_rc.cluster.remote import Pending, ProcessLostError, RemoteProcess, wait_for_all, wait_timed
-from verl_rc.config.run import RunConfig
+from verl_rc.cluster.rank_processes import Rank, RankProcesses
+from verl_rc.cluster.remote import Pending, wait_timed
 from verl_rc.data.batches import CriticBatch, Timed, TokenBatch, TrainBatch
 from verl_rc.data.microbatch import MicroBatches, MicroBatchLimit, assign_rows
-from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatch, MiniBatchShare
-from verl_rc.workers.environment import LOOPBACK, trainer_environment
 
 
 class RankGroup:
@@ -27,18 +24,14 @@ class RankGroup:
     role = ""
     """Name of the role in messages."""
     worker = ""
-    """The class that every process of the group builds, as ``module:Class``; tests replace it by faulty ones."""
-    ranks_per_share = 1
-    """Ranks that share the tokens of their rows; ``build`` reads it from the configuration."""
+    """The class of the role's part of every process, as ``module:Class``; tests replace it by faulty ones."""
 
-    def __init__(self, placement: Placement) -> None:
-        """Start one process per rank; ``build`` loads the model."""
-        environment = trainer_environment(placement.trainer_threads, placement.one_node)
-        self._host = LOOPBACK if placement.one_node else None
-        self._ranks = [
-            RemoteProcess(f"{self.role} rank {rank}", environment, **place.options())
-            for rank, place in enumerate(placement.rank_places)
-        ]
+    def __init__(self, processes: RankProcesses) -> None:
+        """A part of ``processes``, which load the models of all roles."""
+        self.processes = processes
+        self.ranks_per_share = processes.sharing[self.role]
+        """Ranks that share the tokens of their rows."""
+        self._ranks = processes.ranks_of(self.role)
 
     @property
     def num_ranks(self) -> int:
@@ -49,40 +42,6 @@ class RankGroup:
     def num_shares(self) -> int:
         """Number of shares that rows are split into."""
         return self.num_ranks // self.ranks_per_share
-
-    def build(self, config: RunConfig, total_steps: int) -> list[Pending]:
-        """Load and shard the model on every rank; returns at once."""
-        self.ranks_per_share = config.sequence_parallel_sizes[self.role]
-        host, port = self.listen()
-        addresses = [RankAddress(rank, self.num_ranks, host, port) for rank in range(self.num_ranks)]
-        return [
-            process.build(self.worker, config=config, address=address, total_steps=total_steps)
-            for process, address in zip(self._ranks, addresses, strict=True)
-        ]
-
-    def require_nodes(self) -> None:
-        """Raise ``ProcessLostError`` when the node of a rank has left the cluster."""
-        lost = [rank.name for rank in self._ranks if rank.node_is_gone()]
-        if lost:
-            raise ProcessLostError(
-                f"the node of {', '.join(lost)} has left the cluster. Start Ray on it again, or on another one "
-                "(scripts/cluster/start_worker.sh), and then the same command: it goes on from the last checkpoint."
-            )
-
-    def visible_devices(self) -> list[str]:
-        """The GPU of each rank in terms of ``CUDA_VISIBLE_DEVICES``; empty strings on a CPU."""
-        devices: list[str] = wait_for_all([rank.visible_devices() for rank in self._ranks])
-        return devices
-
-    def gpu_bytes(self) -> int:
-        """Memory of the first rank's GPU."""
-        size: int = wait_for_all([self._ranks[0].gpu_bytes()])[0]
-        return size
-
-    def listen(self) -> tuple[str, int]:
-        """Host and port at which the first rank waits for the other members of a group."""
-        host, port = wait_for_all([self._ranks[0].listen(self._host)])[0]
-        return host, port
 
     def save(self, folder: Path) -> list[Pending]:
         """Write the group's part of a checkpoint, or with ``checkpoint.async_save`` copy it and write in the background."""
@@ -96,10 +55,6 @@ class RankGroup:
         """Load a checkpoint, which may have been written by another number of ranks."""
         return [rank.call("load", folder) for rank in self._ranks]
 
-    def close(self) -> None:
-        """Ask every rank to leave its process group."""
-        wait_for_all([rank.call("close") for rank in self._ranks], timeout_seconds=60)
-
     def score(self, method: str, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[list[Tensor]]:
         """Call ``method`` of the workers on all rows; returns float32 ``[B, R]`` tensors in the order of the rows."""
         pending, owned = [], []
@@ -107,7 +62,7 @@ class RankGroup:
             place = _places(micro_batches)
             owned.append(rows := list(place))
             arguments = tokens[rows or [0]], _localised(micro_batches, place)
-            pending += [process.call(method, *arguments) for process in self._ranks_of(share)]
+            pending += [rank.call(method, *arguments) for rank in self._ranks_of(share)]
         answers = wait_timed(pending)
         results = [torch.zeros(tokens.responses.shape) for _ in answers.result[0]]
         for rows, part in zip(owned, self._one_of_each_share(answers.result), strict=True):
@@ -140,7 +95,7 @@ class RankGroup:
         answers = wait_timed(pending)
         return Timed(self._one_of_each_share(answers.result), answers.busy_seconds)
 
-    def _ranks_of(self, share: int) -> list[RemoteProcess]:
+    def _ranks_of(self, share: int) -> list[Rank]:
         return self._ranks[share * self.ranks_per_share : (share + 1) * self.ranks_per_share]
 
     def _one_of_each_share(self, answers: list[Any]) -> list[Any]:

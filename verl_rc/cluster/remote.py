@@ -139,9 +139,12 @@ class RemoteProcess:
         """Construct ``module:Class`` in the process."""
         return Pending(self, f"start {target.split(':')[1]}", self._actor.build.remote(target, arguments))
 
-    def call(self, method: str, *arguments: Any, what: str | None = None) -> "Pending":
-        """Call a method of the process's object; ``what``: description of the call for messages, default the method's name."""
-        return Pending(self, what or method, self._actor.call.remote(method, arguments))
+    def call(self, method: str, *arguments: Any, what: str | None = None, who: str | None = None) -> "Pending":
+        """Call a method of the process's object.
+
+        ``what``: description of the call for messages, default the method's name; ``who``: the part of the process that answers.
+        """
+        return Pending(self, what or method, self._actor.call.remote(method, arguments), who)
 
     def listen(self, host: str | None = None) -> "Pending":
         """Bind a port for a server of the process; the answer is ``host`` (default: the address of its node) and the port."""
@@ -174,15 +177,20 @@ class RemoteProcess:
 class Pending:
     """A pending result and the process that computes it."""
 
-    def __init__(self, process: RemoteProcess, what: str, reference: "ray.ObjectRef[Any]") -> None:
+    def __init__(self, process: RemoteProcess, what: str, reference: "ray.ObjectRef[Any]", who: str | None = None) -> None:
         self.process = process
-        self.who = process.name
+        self.who = who or process.name
         self.what = what
         self.reference = reference
         self.sent = time.time()
         """Seconds since 1970."""
         self.busy_seconds = 0.0
         """Seconds that the process computed, known once it has answered; the rest of the wait was transport."""
+
+    @property
+    def call_of_process(self) -> str:
+        """What the process was asked to do, and by which of its parts."""
+        return self.what if self.who == self.process.name else f"{self.who}: {self.what}"
 
 
 _SERVE_SECONDS = 0.25
@@ -236,7 +244,7 @@ def wait_timed(pending: Sequence[Pending]) -> Timed[list[Any]]:
 
 def _report(pending: Sequence[Pending], remaining: Sequence["ray.ObjectRef[Any]"], seconds: float, limit_key: str) -> str:
     silent = [item.process for item in pending if item.reference in remaining]
-    return WATCHDOG.report([(item.process, item.what) for item in pending], silent, seconds, limit_key)
+    return WATCHDOG.report([(item.process, item.call_of_process) for item in pending], silent, seconds, limit_key)
 
 
 def answers(
@@ -281,12 +289,13 @@ def longest_busy(pending: Sequence[Pending]) -> float:
 def _result_of(item: Pending) -> Any:
     try:
         result, begin, item.busy_seconds = ray.get(item.reference)
-        item.process.last_answer = (item.what, time.monotonic())
+        item.process.last_answer = (item.call_of_process, time.monotonic())
         TRACE.span(item.who, item.what, begin, begin + item.busy_seconds, sent=item.sent, received=time.time())
         return result
     except RayTaskError as error:
-        item.process.last_answer = (item.what, time.monotonic())
+        item.process.last_answer = (item.call_of_process, time.monotonic())
         # Ray raises a class of its own that inherits from the cause's; only its text and its cause are there.
         raise RemoteError(f"{item.who} failed to {item.what}:\n{str(error).strip()}", error.cause) from None
     except (RayActorError, GetTimeoutError, RayError) as error:
-        raise ProcessLostError(f"{item.who} died while it was to {item.what}: {error}") from None
+        with_others = "" if item.who == item.process.name else f" (the process of {item.process.name})"
+        raise ProcessLostError(f"{item.who} died while it was to {item.what}{with_others}: {error}") from None

@@ -68,7 +68,7 @@ class BroadcastTransport:
 
     def open(self) -> None:
         """Create a process group of the sender and every engine worker, replacing the previous one."""
-        host, port = self._actor.listen()
+        host, port = self._actor.processes.listen()
         address = TransferAddress(host, port, 1 + self._engines.num_engines * self._workers_per_engine)
         joining = self._actor.join_transfer(address)
         self._engines.wait(self._engines.join_transfer(address, self._workers_per_engine), beside=joining)

@@ -253,7 +253,7 @@ class RunConfig(StrictModel):
 
     @property
     def num_trainer_roles(self) -> int:
-        """Groups of trainer ranks: the actor, the critic if there is one, the reference if it has a model of its own."""
+        """Models of a trainer rank: the actor, the critic if there is one, the reference if it has a model of its own."""
         return 1 + int(self.needs_critic) + int(self.has_reference_model)
 
     @property
@@ -264,7 +264,7 @@ class RunConfig(StrictModel):
     @property
     def num_processes(self) -> int:
         """Processes of a run beside the driver."""
-        return self.num_trainer_roles * self.num_ranks + self.num_engines
+        return self.num_ranks + self.num_engines
 
     @property
     def num_engine_devices(self) -> int:

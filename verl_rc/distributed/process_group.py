@@ -45,7 +45,16 @@ def trainer_device(kind: str) -> torch.device:
 
 
 def join_trainer_group(address: RankAddress, device: torch.device, timeout_seconds: float = 600.0) -> DeviceMesh:
-    """Initialise the default process group of the trainer ranks; returns the one-dimensional data-parallel mesh."""
+    """Initialise the default process group of the trainer ranks; returns the one-dimensional data-parallel mesh.
+
+    The models of a process share the group: the first one joins it.
+    """
+    if not dist.is_initialized():
+        _initialise(address, device, timedelta(seconds=timeout_seconds))
+    return init_device_mesh(device.type, (address.world_size,), mesh_dim_names=("data_parallel",))
+
+
+def _initialise(address: RankAddress, device: torch.device, timeout: timedelta) -> None:
     os.environ.update(
         RANK=str(address.rank),
         WORLD_SIZE=str(address.world_size),
@@ -57,10 +66,8 @@ def join_trainer_group(address: RankAddress, device: torch.device, timeout_secon
         torch.cuda.set_device(address.local_rank)
     # Tensors of both kinds are reduced beside GPUs; "cpu:gloo,cpu:gloo" is refused as a duplicate.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_seconds)
     store = open_store(address.master_host, address.master_port, address.world_size, address.rank == 0, timeout)
     dist.init_process_group(backend, store=store, rank=address.rank, world_size=address.world_size, timeout=timeout)
-    return init_device_mesh(device.type, (address.world_size,), mesh_dim_names=("data_parallel",))
 
 
 def leave_trainer_group() -> None:

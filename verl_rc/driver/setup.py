@@ -15,6 +15,7 @@ from verl_rc.cluster.engine_group import EngineGroup
 from verl_rc.cluster.model_groups import ActorGroup, CriticGroup, ReferenceGroup
 from verl_rc.cluster.placement import plan_placement
 from verl_rc.cluster.rank_group import RankGroup
+from verl_rc.cluster.rank_processes import RankProcesses
 from verl_rc.cluster.remote import Pending, RemoteError, wait_for_all
 from verl_rc.cluster.watchdog import WATCHDOG
 from verl_rc.cluster.weight_transport import open_transport
@@ -76,10 +77,11 @@ def open_run(
             ray_started.result()
         stack.enter_context(_watched(config, folder))
         placement = plan_placement(config)
-        actor = ActorGroup(placement)
-        engines = EngineGroup(placement, actor.visible_devices() if placement.device == "cuda" else ())
-        critic = CriticGroup(placement) if config.needs_critic else None
-        reference = ReferenceGroup(placement) if config.has_reference_model else None
+        processes = RankProcesses(placement, config.sequence_parallel_sizes)
+        actor = ActorGroup(processes)
+        critic = CriticGroup(processes) if config.needs_critic else None
+        reference = ReferenceGroup(processes) if config.has_reference_model else None
+        engines = EngineGroup(placement, processes.visible_devices() if placement.device == "cuda" else ())
         importing = engines.prepare()
         with announced("data and tokenizer"), _mistakes_are_the_users():
             _refuse_attention(config)
@@ -96,11 +98,9 @@ def open_run(
             scorer = stack.enter_context(open_scorer(config.reward, sources, config.trainer.ready_timeout_seconds))
         total_steps = steps_of_run(config, len(loader))
         learners: list[ActorGroup | CriticGroup] = [actor] if critic is None else [actor, critic]
-        groups = [*learners, *([] if reference is None else [reference])]
-        config = _with_gradient_sums(config, actor, placement.device, folder)
-        _build_ranks(groups, config, total_steps)
-        for group in groups:
-            stack.enter_context(_closing(group))
+        config = _with_gradient_sums(config, processes, placement.device, folder)
+        _build_ranks(processes, [*learners, *([] if reference is None else [reference])], config, total_steps)
+        stack.enter_context(_closing(processes))
         if resumed is not None:
             with announced(f"checkpoint {resumed}"), _mistakes_are_the_users():
                 wait_for_all([pending for group in learners for pending in group.load(resumed / group.role)])
@@ -198,13 +198,13 @@ def steps_of_run(config: RunConfig, steps_of_epoch: int) -> int:
     return min(asked, there)
 
 
-def _with_gradient_sums(config: RunConfig, actor: ActorGroup, device: str, folder: Path) -> RunConfig:
+def _with_gradient_sums(config: RunConfig, processes: RankProcesses, device: str, folder: Path) -> RunConfig:
     """``config`` with how gradients are added up, where it leaves that to the estimate of memory; says what that decided."""
     shapes, gpu_bytes = {}, None
     if device == "cuda" and config.num_ranks > 1:
         with _mistakes_are_the_users():
             shapes = {path: ModelShape.from_model_folder(path, trusted) for path, trusted in model_paths(config).items()}
-        gpu_bytes = actor.gpu_bytes()
+        gpu_bytes = processes.gpu_bytes()
     config, choices = choose_gradient_sums(config, shapes, gpu_bytes)
     for choice in choices:
         say("%s", choice)
@@ -212,9 +212,9 @@ def _with_gradient_sums(config: RunConfig, actor: ActorGroup, device: str, folde
     return config
 
 
-def _build_ranks(groups: Sequence[RankGroup], config: RunConfig, total_steps: int) -> None:
+def _build_ranks(processes: RankProcesses, groups: Sequence[RankGroup], config: RunConfig, total_steps: int) -> None:
     """Models of all roles, loaded and sharded."""
-    building = [pending for group in groups for pending in group.build(config, total_steps)]
+    building = processes.build({group.role: group.worker for group in groups}, config, total_steps)
     roles = ", ".join(group.role for group in groups)
     with announced(f"{groups[0].num_ranks} trainer rank(s) of {roles}: torch, model, shards"), _mistakes_are_the_users():
         wait_for_all(building, config.trainer.ready_timeout_seconds)
@@ -237,14 +237,14 @@ def _build_engines(engines: EngineGroup, importing: Sequence[Pending], config: R
 
 
 @contextmanager
-def _closing(group: RankGroup) -> Iterator[None]:
-    """The group leaves its process group in the end, but not after an error: the watchdog kills it then."""
+def _closing(processes: RankProcesses) -> Iterator[None]:
+    """The ranks leave their process group in the end, but not after an error: the watchdog kills them then."""
     try:
         yield
     except SystemExit:
-        group.close()
+        processes.close()
         raise
-    group.close()
+    processes.close()
 
 
 @contextmanager

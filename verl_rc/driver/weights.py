@@ -32,7 +32,7 @@ def replace_engines(services: Services, lost: EnginesLostError, record: StepReco
             f"at most actor_rollout_ref.rollout.max_engine_replacements={limit} engines are replaced in one step, but "
             f"{record.engines_replaced} were lost, the last: {lost}. Look for what kills them (memory?), or raise the limit."
         ) from lost
-    services.actor.require_nodes()  # with its node, a rank is lost too, and there is no place for the engine
+    services.actor.processes.require_nodes()  # with its node, a rank is lost too, and there is no place for the engine
     say("replacing %d rollout engine(s): %s", len(lost.engines), str(lost).partition("\n")[0])
     wait_for_all(services.engines.replace(lost.engines), services.config.trainer.ready_timeout_seconds)
     services.engines.sleep()

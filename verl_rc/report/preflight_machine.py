@@ -102,7 +102,7 @@ def check_packages() -> Iterator[Finding]:
 def check_devices(config: RunConfig) -> Iterator[Finding]:
     """Check that there is a core or a GPU for every rank and engine."""
     roles, engines = config.num_trainer_roles, config.num_engines
-    processes = f"{roles} role(s) x {config.num_ranks} rank(s) + {engines} engine(s) = {config.num_processes} processes"
+    processes = f"{config.num_ranks} rank(s) of {roles} role(s) + {engines} engine(s) = {config.num_processes} processes"
     address = config.ray_kwargs.ray_init.address
     if address is not None:
         yield Finding("note", "devices", f"{processes} on the cluster at {address}, which is not checked")
@@ -229,7 +229,7 @@ def refuse_too_little_memory(config: RunConfig) -> None:
     """
     if config.ray_kwargs.ray_init.address is not None:
         return
-    ranks, engines = config.num_ranks * config.num_trainer_roles, config.num_engine_devices
+    ranks, engines = config.num_ranks, config.num_engine_devices
     needed = (TRAINER_MIB * ranks + ENGINE_MIB * engines) * MIB
     available = available_memory()
     if available < needed:

@@ -24,11 +24,10 @@ class CriticWorker(Learner):
     """The critic's model on one rank: FSDP2 shards, fp32 master weights, AdamW."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        """Join the critic's group, load the model and shard it. ``total_steps`` bounds the learning-rate schedule."""
+        """Join the trainer group, load the model and shard it. ``total_steps`` bounds the learning-rate schedule."""
         self._config, model = config.critic, config.critic.model
         self._address = address
         self._device = trainer_device(config.trainer.device)
-        # The critic's ranks are processes of their own: their default group is not the actor's.
         mesh = sharding_mesh(join_trainer_group(address, self._device), self._config.fsdp_config.fsdp_size)
         module = load_value_model(
             model.path,

@@ -267,7 +267,7 @@ class ReferenceWorker:
     """The reference model on one rank: frozen FSDP2 shards."""
 
     def __init__(self, config: RunConfig, address: RankAddress, total_steps: int) -> None:
-        """Join the reference's group, load the model and shard it; ``total_steps`` means nothing to a frozen model."""
+        """Join the trainer group, load the model and shard it; ``total_steps`` means nothing to a frozen model."""
         del total_steps
         model, reference = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
         self._device = trainer_device(config.trainer.device)

@@ -10,6 +10,7 @@ from small_models import make_train_batch
 import verl_rc.cluster.rank_group as rank_group
 from verl_rc.cluster import remote
 from verl_rc.cluster.rank_group import RankGroup
+from verl_rc.cluster.rank_processes import RankProcesses
 from verl_rc.cluster.remote import ProcessLostError, RemoteProcess
 from verl_rc.cluster.watchdog import ProcessIdentity
 from verl_rc.data.batches import Timed, TokenBatch
@@ -66,19 +67,17 @@ def test_scores_come_back_in_the_order_of_the_rows(ranks: int, limit: MicroBatch
 
 def test_a_rank_whose_node_is_gone_is_lost_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine would wait for a place there until the time to become ready is over."""
-    group = group_of(0)
-    for node in ("one", "two"):
-        process = RemoteProcess.__new__(RemoteProcess)
-        process.name = f"actor rank on {node}"
-        group._ranks.append(process)
-    identity = {rank.name: ProcessIdentity(rank.name.split()[-1], 1, 1, "") for rank in group._ranks}
-    monkeypatch.setattr(remote, "identity_of", lambda process: identity[process.name])
+    ranks = RankProcesses.__new__(RankProcesses)
+    ranks._processes = [RemoteProcess.__new__(RemoteProcess) for _ in range(2)]
+    for process, node in zip(ranks._processes, ("one", "two"), strict=True):
+        process.name = f"actor and reference rank on {node}"
+    monkeypatch.setattr(remote, "identity_of", lambda process: ProcessIdentity(process.name.split()[-1], 1, 1, ""))
     nodes = [{"NodeID": "one", "Alive": True}, {"NodeID": "two", "Alive": True}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    group.require_nodes()
+    ranks.require_nodes()
     nodes[1]["Alive"] = False
-    with pytest.raises(ProcessLostError, match=r"the node of actor rank on two has left the cluster\. Start Ray"):
-        group.require_nodes()
+    with pytest.raises(ProcessLostError, match=r"the node of actor and reference rank on two has left the cluster\. Start Ray"):
+        ranks.require_nodes()
 
 
 class EchoRank:

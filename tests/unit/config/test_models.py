@@ -70,6 +70,14 @@ def test_a_reference_is_needed_where_something_compares_with_it(override: str, n
     assert config.num_trainer_roles == 1 + needed
 
 
+def test_roles_share_the_processes_of_the_ranks() -> None:
+    roles = ("actor_rollout_ref.actor.use_kl_loss=True", "critic.enable=True")
+    ranks = ("trainer.n_gpus_per_node=4", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    config = small_run_config(Path("/models/m"), *roles, *ranks)
+    assert (config.num_trainer_roles, config.num_engines) == (3, 4)
+    assert config.num_processes == 8
+
+
 def test_with_lora_the_actor_itself_is_the_reference() -> None:
     config = small_run_config(
         Path("/models/m"), "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4"

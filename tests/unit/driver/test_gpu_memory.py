@@ -8,6 +8,7 @@ import torch
 from gpu_ledger import CAPACITY, Ledger, MemoryFaultError, train_on_ledger
 
 from verl_rc.cluster.engine_group import EngineGroup
+from verl_rc.cluster.remote import ProcessLostError
 from verl_rc.config.errors import ConfigError
 from verl_rc.driver import setup
 from verl_rc.weight_sync.sender import WeightSender
@@ -22,6 +23,8 @@ ALL_OFFLOADED = (*ALL_ROLES, *OFFLOADED, f"{CRITIC}.param_offload=True", f"{CRIT
                  f"{REF}.param_offload=True", f"{REF}.optimizer_offload=True")  # fmt: skip
 FULL = f"{ROLLOUT}.gpu_memory_utilization=0.9"
 """Leaves an offloaded rank 7.9 GiB beside an engine: its context, and a gathered layer or a bucket."""
+FULLER = f"{ROLLOUT}.gpu_memory_utilization=0.915"
+"""Leaves 6.7: room for one context beside a role's weights and a gathered layer, not for three."""
 
 
 @pytest.mark.parametrize(
@@ -31,7 +34,7 @@ FULL = f"{ROLLOUT}.gpu_memory_utilization=0.9"
         ALL_ROLES,
         OFFLOADED,
         (*OFFLOADED, FULL),
-        (*ALL_OFFLOADED, f"{ROLLOUT}.gpu_memory_utilization=0.85"),
+        (*ALL_OFFLOADED, FULLER),
         (f"{ROLLOUT}.tensor_model_parallel_size=2",),
         ("async_training.trigger_parameter_sync_step=2", "algorithm.rollout_correction.preset=decoupled_token_is"),
     ],
@@ -66,14 +69,22 @@ def test_an_engine_is_lost_and_replaced(
     assert ledger.events.count("actor rank 7 update") == 2
 
 
+def test_a_rank_that_dies_takes_all_its_roles_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger()
+    ledger.dies = ("reference rank 5", "compute_log_probs", 1)
+    with pytest.raises(ProcessLostError) as caught:
+        train_on_ledger(tmp_path, monkeypatch, *ALL_ROLES, ledger=ledger)
+    together = "the process of actor, critic and reference rank 5"
+    assert str(caught.value).startswith(f"reference rank 5 died while it was to compute_log_probs ({together}): ")
+
+
 def test_ranks_load_before_engines_start_and_engines_sleep_before_a_rank_lends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = train_on_ledger(tmp_path, monkeypatch, *ALL_ROLES).events
-    starts = [event for event in events if event.endswith(" starts")]
-    roles = [event.split(" rank")[0] for event in starts]
-    assert roles[:24] == ["actor"] * 8 + ["critic"] * 8 + ["reference"] * 8
-    assert [event.rpartition(" ")[0] for event in starts[24:]] == [f"rollout engine {engine}" for engine in range(8)]
+    starts = [event.removesuffix(" starts") for event in events if event.endswith(" starts")]
+    assert starts[:8] == [f"actor, critic and reference rank {rank}" for rank in range(8)]  # one process for a rank of each
+    assert starts[8:] == [f"rollout engine {engine}" for engine in range(8)]
     of_engine = [event.removeprefix("rollout engine 5 ") for event in events if event.startswith("rollout engine 5 ")]
     assert of_engine[:5] == ["starts", "sleep", "device_keys", "wake_up", "begin_update"]
 
@@ -177,7 +188,7 @@ def test_a_rank_lends_on_its_gpu_although_its_weights_rest_on_the_host(
 ) -> None:
     """D1: the device of the weights, when asked for between updates, is the host, where no engine is."""
     ledger = Ledger()
-    monkeypatch.setattr(WeightSender, "device_key", lambda _: "GPU" if "weights" in ledger.current.parts else "cpu@host")
+    monkeypatch.setattr(WeightSender, "device_key", lambda _: "GPU" if "actor's weights" in ledger.current.parts else "cpu@host")
     with pytest.raises(ConfigError, match="needs every engine worker on the device of a trainer rank"):
         train_on_ledger(tmp_path, monkeypatch, *OFFLOADED, ledger=ledger)
 

@@ -72,7 +72,7 @@ def run_on(machine: Machine, limit: int) -> Services:
             trainer=SimpleNamespace(ready_timeout_seconds=1.0),
             async_training=AsyncTrainingConfig(),
         ),
-        actor=SimpleNamespace(require_nodes=lambda: None),
+        actor=SimpleNamespace(processes=SimpleNamespace(require_nodes=lambda: None)),
         engines=machine,
         transport=machine,
         manifest=SimpleNamespace(num_bytes=1, tensors=()),

@@ -71,13 +71,13 @@ TIME = (
     MetricSpec(
         "perf/max_memory_allocated_gb",
         "GiB",
-        "most memory of a GPU that the actor's tensors ever took, the largest over its ranks",
+        "most memory of a GPU that a rank's tensors of all roles ever took, the largest over the ranks",
         emitted_by="workers",
     ),
     MetricSpec(
         "perf/max_memory_reserved_gb",
         "GiB",
-        "most memory of a GPU that the actor's allocator ever held, the largest over its ranks",
+        "most memory of a GPU that a rank's allocator ever held, the largest over the ranks",
         emitted_by="workers",
     ),
     MetricSpec(

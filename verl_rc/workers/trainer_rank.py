@@ -1,0 +1,43 @@
+"""One rank of the trainer: its part of every model that the run trains or scores with, in one process."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from verl_rc.checkpoint import get_random_state, set_random_state
+from verl_rc.distributed.process_group import leave_trainer_group
+
+
+class TrainerRank:
+    """The workers of all roles on one rank: they share the imports, the process group and, on a GPU, CUDA's context.
+
+    Each has random numbers of its own, as in a process of its own: what one draws (dropout, adapters) changes no other's, and a
+    checkpoint holds the generator's state for each.
+    """
+
+    def __init__(self, workers: Mapping[str, str], **arguments: Any) -> None:
+        """Build the worker of every role, given as ``module:Class``, with these ``arguments``; collective, in this order."""
+        self._workers: dict[str, Any] = {}
+        self._random = dict.fromkeys(workers, get_random_state())
+        for role, worker in workers.items():
+            module, name = worker.split(":")
+            with self._random_numbers_of(role):
+                self._workers[role] = getattr(import_module(module), name)(**arguments)
+
+    def call(self, role: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the role's worker."""
+        with self._random_numbers_of(role):
+            return getattr(self._workers[role], method)(*arguments)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        leave_trainer_group()
+
+    @contextmanager
+    def _random_numbers_of(self, role: str) -> Iterator[None]:
+        set_random_state(self._random[role])
+        try:
+            yield
+        finally:
+            self._random[role] = get_random_state()
