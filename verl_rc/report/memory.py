@@ -21,19 +21,19 @@ MIB = 1 << 20
 # Proportional set sizes (PSS) in MiB, without what the model and its batches add: /proc/*/smaps_rollup of all processes, read
 # every 0.4 s during ten to twelve steps of recipes/quickstart_digits_cpu.sh (Linux, torch 2.13, vLLM 0.32, CPU builds, Ray 2.60,
 # transformers 5.19, 2026-11-21): actor 616 and 626, engine 726 and 716, everything 2,186 and 2,204 at the peak; the
-# estimate is 619, 716 and 2,235. With a critic (recipes/digits_cpu_gae.sh), from which no constant comes, 2,742; the estimate is
-# 2,847. CUDA builds map more; nothing was measured there.
+# estimate is 619, 716 and 2,235. With a critic (recipes/digits_cpu_gae.sh, 2026-11-23), from which no constant comes, 1,943 and
+# 2,060; the estimate is 2,255. CUDA builds map more; nothing was measured there.
 DRIVER_MIB = 500
 """The driver (torch, transformers, ray: 460 to 476 at the run's peak, up to 620 while it ends) and W&B's process (35)."""
 RAY_MIB = 400
 """Ray's own seven processes on a node (370), and workers that wait (48 each, mostly gone by the time of the peak)."""
 TRAINER_MIB = 440
-"""One trainer rank: torch, transformers, ray."""
+"""One trainer rank, of all roles: torch, transformers, ray."""
 ENGINE_MIB = 650
 """One engine: vllm, torch, ray."""
 
 CONTEXT_MIB = 1024
-"""Of a trainer process on its GPU: CUDA's context and NCCL's buffers. A guess, as no GPU was at hand."""
+"""Of a rank's process on its GPU, for all roles: CUDA's context and NCCL's buffers. A guess, as no GPU was at hand."""
 ASLEEP_MIB = 1536
 """What an engine keeps of its GPU while it sleeps: its context and its CUDA graphs. A guess, too."""
 _FULL_UP_TO = 0.9
@@ -97,7 +97,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Memory of one process of a role, in bytes."""
+    """Memory of a role in one process, in bytes; critic and reference live in the processes of the actor."""
 
     role: str
     processes: int
@@ -110,7 +110,7 @@ class RoleMemory:
     cache: int = 0
     """Key-value cache."""
     baseline: int = 0
-    """Memory of the imported libraries, before any model is loaded."""
+    """Memory of the imported libraries, before any model is loaded; of a rank's process the actor's part."""
     knob: str = ""
     """What makes it smaller."""
 
@@ -156,7 +156,7 @@ class _Update:
 def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_bytes: int | None) -> list[RoleMemory]:
     """Peak memory of every role; ``shapes`` by model path. ``gpu_bytes``: memory of one GPU; None on a CPU.
 
-    On a CPU allocators do not return memory, so a machine needs the sum of all peaks.
+    On a CPU allocators do not return memory, so a machine needs the sum of the peaks of all processes.
     """
     model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
     roles = [_actor(config, shapes[model.path], sizes)]
@@ -231,7 +231,7 @@ def _learner(role: str, shape: ModelShape, fsdp: FsdpConfig, ranks: int, trained
         activations=min(trained, max(shape.embedding_parameters, shape.parameters // shape.layers)) * _reduced_bytes(fsdp)
         if ranks > 1
         else 0,
-        baseline=TRAINER_MIB * MIB,
+        baseline=TRAINER_MIB * MIB if role == "actor" else 0,
     )
 
 
@@ -287,7 +287,10 @@ def host_bytes(config: RunConfig, roles: Sequence[RoleMemory], on_gpu: bool) -> 
     """Host memory of the whole run; with GPUs, only the libraries, offloaded weights and moments, and checkpoint copies."""
     per_role = [role.baseline * role.processes if on_gpu else role.total for role in roles]
     beside = _offloaded_bytes(config, roles, on_gpu) + _copied_bytes(config, roles)
-    return sum(per_role) + (DRIVER_MIB + RAY_MIB) * MIB + beside
+    # Roles of a rank compute one after the other, in memory that the one before has freed.
+    for_a_moment = [role.gathered + role.activations for role in roles if role.role in _fsdp_sections(config)]
+    taken_again = 0 if on_gpu else (sum(for_a_moment) - max(for_a_moment)) * config.num_ranks
+    return sum(per_role) - taken_again + (DRIVER_MIB + RAY_MIB) * MIB + beside
 
 
 def _copied_bytes(config: RunConfig, roles: Sequence[RoleMemory]) -> int:
@@ -321,7 +324,7 @@ def gpu_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str, int]:
         # The actor scores canary tokens while the engine is awake, for which its weights come from where they rest.
         is_offloaded = config.actor_rollout_ref.actor.fsdp_config.param_offload
         canaries = actor.gathered + actor.weights * is_offloaded
-        sampling += sum(at_rest.values()) + CONTEXT_MIB * MIB * len(at_rest) + canaries
+        sampling += sum(at_rest.values()) + CONTEXT_MIB * MIB + canaries
     return {"an update": max(gpu_update_peaks(config, roles).values()), "generation": sampling}
 
 
@@ -329,7 +332,7 @@ def gpu_update_peaks(config: RunConfig, roles: Sequence[RoleMemory]) -> dict[str
     """Peak memory of one GPU in the update of each role, or while the reference scores, beside what rests on it."""
     engine = next(role for role in roles if role.role == "engine")
     rollout, at_rest = config.actor_rollout_ref.rollout, _at_rest(config, roles)
-    beside = CONTEXT_MIB * MIB * len(at_rest)
+    beside = CONTEXT_MIB * MIB
     if config.actor_rollout_ref.hybrid_engine:
         beside += ASLEEP_MIB * MIB if rollout.free_cache_engine else engine.model
     others = {name: sum(at_rest.values()) - own for name, own in at_rest.items()}
