@@ -8,6 +8,7 @@ from its beginning. With FUNCTION ``clock`` the signal comes every CALL seconds,
 
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,7 +22,8 @@ from verl_rc import main_ppo
 from verl_rc.cluster.model_groups import ActorGroup
 from verl_rc.cluster.watchdog import WATCHDOG, identity_of
 
-ROLES = {"actor": "actor rank", "engine": "rollout engine"}
+ROLES = {"actor": r"actor\b.* rank", "engine": "rollout engine"}
+"""Beginnings of the names of processes; other roles may live in the actor's."""
 
 
 def send(victim: str, name: str) -> None:
@@ -29,7 +31,8 @@ def send(victim: str, name: str) -> None:
         pid = os.getpid()
     else:
         role, _, number = victim.partition(":")
-        (process,) = [process for process in WATCHDOG._processes if process.name == f"{ROLES[role]} {number or 0}"]
+        name_of_process = re.compile(f"{ROLES[role]} {number or 0}")
+        (process,) = [process for process in WATCHDOG._processes if name_of_process.fullmatch(process.name)]
         pid = identity_of(process).pid
     sys.stderr.write(f"disturbance: {name} to the {victim}\n")
     sys.stderr.flush()
