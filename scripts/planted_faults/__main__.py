@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence.runs import ROOT, prepare
 from planted_faults.faults import ARMS
+from planted_faults.held_out import HELD_OUT
 from planted_faults.matrix import lines_of, row_of, write_matrix
 from planted_faults.runs import known_run, run_all, start_trainer
 
@@ -26,11 +27,13 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: top-p")
     parser.add_argument("--seeds", default="1", help="seeds, such as 1,2,3; thresholds come from seed 1 alone")
     parser.add_argument("--judge", action="store_true", help="run nothing")
+    parser.add_argument("--held-out", action="store_true", help="the faults of held_out.py in place of the table's")
     parser.add_argument("--replay", metavar="R0,R1", default="", help="also replay these in every run that has no replays yet")
     where = ROOT / "runs" / "planted_faults"
     parser.add_argument("--folder", type=Path, default=where, help="where models, data and runs are kept")
     given = parser.parse_args()
-    arms = [arm for arm in ARMS if set(given.words) <= set(arm.split())]
+    table = HELD_OUT if given.held_out else ARMS
+    arms = [arm for arm in table if set(given.words) <= set(arm.split())]
     seeds = [int(seed) for seed in given.seeds.split(",")]
     if not given.judge:
         prepare(given.folder)

@@ -8,11 +8,16 @@ from pathlib import Path
 
 from evidence.runs import INTERRUPTED, run_in
 from planted_faults.faults import ARMS, COMMON
+from planted_faults.held_out import HELD_OUT
 
 DONE = "planted.json"
 """In the folder of a run that has ended: exit status, seconds, overrides."""
 Start = Callable[[str, Sequence[str], Path], int]
 """Runs the trainer with a fault and overrides, its output in a file, and returns its exit status."""
+
+
+PLANS = {**ARMS, **HELD_OUT}
+"""What is planted in each run, and with which overrides, by arm."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ def folder_of(base: Path, arm: str, seed: int) -> Path:
 
 def overrides_of(arm: str, seed: int) -> list[str]:
     """All that decides the numbers of a run."""
-    return [*COMMON, *ARMS[arm].overrides, f"trainer.seed={seed}"]
+    return [*COMMON, *PLANS[arm].overrides, f"trainer.seed={seed}"]
 
 
 def known_run(base: Path, arm: str, seed: int) -> PlantedRun | None:
@@ -43,7 +48,7 @@ def known_run(base: Path, arm: str, seed: int) -> PlantedRun | None:
         done = json.loads((folder / DONE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    is_same = done["overrides"] == overrides_of(arm, seed) and done["planted"] == ARMS[arm].planted
+    is_same = done["overrides"] == overrides_of(arm, seed) and done["planted"] == PLANS[arm].planted
     return PlantedRun(arm, seed, folder, done["exit_status"], done["seconds"]) if is_same else None
 
 
@@ -60,13 +65,13 @@ def run_all(base: Path, arms: Sequence[str], seeds: Sequence[int], start: Start)
                 *(f"data.{split}_files={base / 'data' / split}.parquet" for split in ("train", "val")),
             )
             began = time.time()
-            status = start(ARMS[arm].planted, [*overrides, *places], folder)
+            status = start(PLANS[arm].planted, [*overrides, *places], folder)
             if status in INTERRUPTED:
                 raise KeyboardInterrupt
             if not (folder / "metrics.jsonl").is_file():
                 continue  # it did not start, which says nothing of the fault: it is still to be run
             seconds = round(time.time() - began, 1)
-            done = {"exit_status": status, "seconds": seconds, "overrides": overrides, "planted": ARMS[arm].planted}
+            done = {"exit_status": status, "seconds": seconds, "overrides": overrides, "planted": PLANS[arm].planted}
             (folder / DONE).write_text(json.dumps(done) + "\n", encoding="utf-8")
             yield PlantedRun(arm, seed, folder, status, seconds)
 

@@ -33,8 +33,8 @@ if __name__ == "__main__":
     fault, overrides = sys.argv[1], sys.argv[sys.argv.index("--") + 1 :]
     os.environ["PLANTED_FAULT"] = fault
     os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")))
-    EngineGroup.worker = "planted_faults.workers:PlantedEngine"
-    ActorGroup.worker = "planted_faults.workers:PlantedPolicyWorker"
+    EngineGroup.worker = "planted_faults.held_out_workers:HeldOutEngine"
+    ActorGroup.worker = "planted_faults.held_out_workers:HeldOutPolicyWorker"
     if fault == "shifted_mask":
         shift_mask()
     sys.argv = [main_ppo.__file__, *overrides]
