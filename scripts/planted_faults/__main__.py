@@ -18,7 +18,9 @@ from planted_faults.runs import known_run, run_all, start_trainer
 
 from verl_rc.report.run_folder import DIAGNOSIS
 
-RESULTS = ROOT / "docs" / "experiment_log" / "2026-11-22-planted-faults.json"
+LOG = ROOT / "docs" / "experiment_log"
+RESULTS = LOG / "2026-11-22-planted-faults.json"
+HELD_OUT_RESULTS = LOG / "2026-11-22-held-out-faults.json"
 
 
 def main() -> int:
@@ -44,8 +46,8 @@ def main() -> int:
         if not (run.folder / DIAGNOSIS).is_file():
             replay(run.folder, given.replay.split(","))
     rows = [row_of(run) for run in runs]
-    if set(arms) == set(ARMS):
-        write_matrix(RESULTS, rows)
+    if set(arms) == set(table):
+        write_matrix(HELD_OUT_RESULTS if given.held_out else RESULTS, rows)
     print("\n".join(lines_of(rows)))
     return 0
 

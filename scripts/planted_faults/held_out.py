@@ -7,7 +7,7 @@ that a rule was mended for is spent, and belongs into ``faults.py``.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planted_faults.faults import ROLLOUT
+from planted_faults.faults import ROLLOUT, Fault
 
 _BF16 = (f"{ROLLOUT}.dtype=bfloat16",)
 
@@ -89,3 +89,26 @@ HELD_OUT: Mapping[str, HeldOut] = {
     ),
 }
 """All but the last run beside an engine in bfloat16, as the arms of ``faults.py`` do."""
+
+_TRAINER = "the trainer scores other inputs or with noise"
+_ENGINE = "the engine holds other weights, or computes otherwise"
+_OTHER_TOKENS = "not the sampled tokens, or not their log-probs"
+RIGHT: Mapping[str, tuple[str, ...]] = {
+    "rope base of the engine": (_ENGINE,),
+    "key heads exchanged": (_ENGINE,),
+    # What the report says to a temperature names a repetition penalty as the next thing to look for.
+    "presence penalty": ("temperature", "sampled from another distribution than reported"),
+    "packed rows see each other": (_TRAINER,),
+    # Both tell to compare ids and prompts; that weights or kernels differ would be the wrong trail.
+    "second start token": (_OTHER_TOKENS, _TRAINER),
+    "stop token at 0": (_OTHER_TOKENS,),
+    "rows of a micro-batch exchanged": (_TRAINER, _OTHER_TOKENS),
+    "logits in bf16": (_TRAINER,),
+}
+"""Causes of the doctor that lead to the remedy: written after its rules were read, before any of these runs was judged."""
+
+
+def held_out_fault(arm: str) -> Fault:
+    """A held-out fault in the terms of the table; numbers from 101 on are in no plan."""
+    of_arm = HELD_OUT[arm]
+    return Fault(101 + list(HELD_OUT).index(arm), RIGHT[arm], of_arm.overrides, of_arm.planted)

@@ -6,24 +6,34 @@ from pathlib import Path
 
 import pytest
 from planted_faults.faults import ARMS, COMMON, LEFT_OUT, Fault, planted
+from planted_faults.held_out import HELD_OUT, RIGHT, held_out_fault
 from planted_faults.matrix import lines_of, named_first, row_of, write_matrix
-from planted_faults.runs import DONE, folder_of, known_run, run_all
+from planted_faults.runs import DONE, folder_of, known_run, overrides_of, run_all
 from planted_series import COOLER, SETTINGS, SIGNS, wave, write_run
 from planted_series import planted as planted_run
 
 from verl_rc.config.load import load_run_config
 from verl_rc.report.run_folder import RunData
-from verl_rc.report.verdict.replays import Part, ReplayedRecord
+from verl_rc.report.verdict.cause import CAUSES
+from verl_rc.report.verdict.replays import OTHER_ENGINE, OTHER_INPUTS, Part, ReplayedRecord
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [*ARMS, *HELD_OUT])
 def test_every_arm_is_a_run_that_can_start(arm: str) -> None:
     places = ["actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
-    load_run_config([*COMMON, *ARMS[arm].overrides, *places])
+    load_run_config([*overrides_of(arm, 1), *places])
 
 
 def test_all_faults_of_the_plan_are_planted_or_said_to_be_left_out() -> None:
     assert {fault.number for fault in ARMS.values()} | LEFT_OUT.keys() == set(range(23))
+
+
+def test_held_out_faults_are_in_no_plan_and_are_judged_by_causes_that_the_doctor_names() -> None:
+    assert HELD_OUT.keys() == RIGHT.keys()
+    assert HELD_OUT.keys().isdisjoint(ARMS)
+    assert {held_out_fault(arm).number for arm in HELD_OUT} == set(range(101, 101 + len(HELD_OUT)))
+    named = {*(cause.name for cause in CAUSES), OTHER_INPUTS, OTHER_ENGINE}
+    assert {cause for causes in RIGHT.values() for cause in causes} <= named
 
 
 def test_what_is_planted_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
