@@ -85,7 +85,7 @@ HELD_OUT: Mapping[str, HeldOut] = {
         cause="rounding in the trainer: its head is less precise than the engine",
         remedy="compute logits and softmax of the trainer in float32",
         planted="bf16_logits",
-        overrides=(),
+        overrides=(f"{ROLLOUT}.dtype=float32",),
     ),
 }
 """All but the last run beside an engine in bfloat16, as the arms of ``faults.py`` do."""
