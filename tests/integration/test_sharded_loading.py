@@ -1,5 +1,6 @@
 """Two real gloo ranks that read their shards alone hold, to the bit, those of a model loaded whole, in half its memory."""
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -153,6 +154,7 @@ def run_rank(rank: int, root: Path, port: int) -> None:
             kept.append(large.load(root, mesh))
             shard_model(kept[-1], mesh, torch.bfloat16)
         kept.clear()
+        gc.collect()  # a sharded module is part of cycles; freed inside the next block it would hide what that one adds
     leave_trainer_group()
     torch.save(found, root / f"found_{rank}.pt")
 

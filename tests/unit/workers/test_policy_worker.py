@@ -131,7 +131,7 @@ def test_an_update_reads_the_device_where_that_is_announced_and_nowhere_else(wor
     assert Counter(reads.places) == {
         "workers/sharded_model.py:step": 2,
         "workers/micro_batches.py:metrics": 1,
-        "workers/forward.py:from_lengths": 2 * 4,
+        "workers/attention.py:from_lengths": 2 * 4,
     }
 
 
