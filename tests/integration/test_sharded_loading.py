@@ -1,6 +1,5 @@
 """Two real gloo ranks that read their shards alone hold, to the bit, those of a model loaded whole, in half its memory."""
 
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -148,13 +147,11 @@ def run_rank(rank: int, root: Path, port: int) -> None:
         found["weights in files"] = found.get("weights in files", 0) + Path("/proc/self/maps").read_text().count(".safetensors")
         del module
         found[f"{name}, whole"] = shards_and_scores(case.load(root, None), mesh, case)
-    kept = []
+    kept = []  # to the end: memory that one gives back, the next would take without adding any
     for large in (Case("large"), Case("large", is_critic=True), Case("large", lora_rank=8)):
         with peak_memory(found, f"bytes of {large}"):
             kept.append(large.load(root, mesh))
             shard_model(kept[-1], mesh, torch.bfloat16)
-        kept.clear()
-        gc.collect()  # a sharded module is part of cycles; freed inside the next block it would hide what that one adds
     leave_trainer_group()
     torch.save(found, root / f"found_{rank}.pt")
 
