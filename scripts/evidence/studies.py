@@ -47,7 +47,7 @@ def _staleness() -> Study:
         "expectation was wrong there. In step all corrections learn alike, and one step old they keep that but for a few "
         "hundredths. At four steps bypass mode's clip keeps nearly all of it, and weights fall behind; at eight sequence weights "
         "keep nearly all, though their ESS is the lowest, and the run without correction is broken. At four times the rate runs "
-        "in step learn little: those with token weights most in two seeds of three, those without correction and with bypass "
+        "in step learn little: those with token weights most in each seed, those without correction and with bypass "
         "mode's clip least, and one with sequence weights breaks. One step and more old every run breaks at that rate, but for "
         "bypass mode's at one step.",
         common=(
