@@ -76,7 +76,7 @@ def draw(name: str, study: Study, runs: Mapping[tuple[str, int], Run], folder: P
     for word in study.figures:
         arms = [(arm, found) for arm, found in by_arm(study, runs) if word in arm.split()]
         if arms:
-            write_picture(folder / f"{name}_{word}.png", (8.4, 4.6), partial(_draw, arms=arms))
+            write_picture(folder / f"{name}_{word}.png", (8.0, 4.4), partial(_draw, arms=arms))
 
 
 def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
