@@ -248,12 +248,17 @@ def _measured_seconds(arguments: Sequence[str]) -> tuple[tuple[float, float] | N
     return (sampling, training), others
 
 
+def _quieten_libraries() -> None:
+    """To be called before transformers is imported; the user's values take precedence."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
 def _doctor(given: argparse.Namespace) -> int:
     if _asks_for_help(given.arguments):
         return _show_usage("doctor", given.arguments)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    _quieten_libraries()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from verl_rc.config.load import load_run_config  # noqa: PLC0415  (Hydra, which no help text should wait for)
     from verl_rc.report.preflight_machine import verdict  # noqa: PLC0415  (torch, transformers)
 
@@ -305,8 +310,7 @@ def _measured_gpus(config: "RunConfig", only: Sequence[str]) -> "Iterator[Findin
 
 
 def _diagnose(given: argparse.Namespace) -> int:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    _quieten_libraries()
     from verl_rc.driver.replay import REPLAYS, DiagnosisRequest, diagnose  # noqa: PLC0415  (torch, transformers)
 
     names = list(REPLAYS) if given.replay == "all" else [name for name in given.replay.split(",") if name]
@@ -445,8 +449,7 @@ def _what_if(given: argparse.Namespace) -> int:
 def _with_gradients(
     given: argparse.Namespace, configs: "Mapping[str, RolloutCorrectionConfig]", verdict: "Verdict"
 ) -> "Answer":
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    _quieten_libraries()
     from verl_rc.driver.replay import ParameterGradients  # noqa: PLC0415  (transformers)
     from verl_rc.report.what_if import answer  # noqa: PLC0415  (torch)
 
@@ -456,8 +459,7 @@ def _with_gradients(
 
 
 def _export(given: argparse.Namespace) -> int:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    _quieten_libraries()
     # torch and transformers take seconds to load, for which no other subcommand and no help text should wait.
     from verl_rc.workers.export import ExportError, ExportRequest, export_checkpoint  # noqa: PLC0415
 
