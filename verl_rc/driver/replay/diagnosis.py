@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.driver.replay.engine import ReplayEngine
 from verl_rc.driver.replay.rows import RecordedRows, chosen, read_rows
 from verl_rc.driver.replay.trainer import TrainerReplay, wrong_inputs
-from verl_rc.driver.replay.weights import KeptWeights
+from verl_rc.driver.replay.weights import KeptWeights, config_of
 from verl_rc.report.run_folder import DIAGNOSIS, read_run
 from verl_rc.report.run_folder.records import LARGEST_STEP
 from verl_rc.report.verdict import judge
@@ -100,7 +99,7 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
     if not request.replays:
         notes = (f"{name} ({what})" for name, what in REPLAYS.items())
         return Diagnosis(tuple(said), notes=("replays that --replay makes: " + "; ".join(notes),))
-    config = load_run_config([f"--config-dir={request.folder.absolute()}", "--config-name=resolved_config"])
+    config = config_of(request.folder)
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from verl_rc.config.load import load_run_config
 from verl_rc.driver.replay.rows import NothingToReplayError, read_rows
 from verl_rc.driver.replay.trainer import TrainerReplay
-from verl_rc.driver.replay.weights import KeptWeights
+from verl_rc.driver.replay.weights import KeptWeights, config_of
 from verl_rc.report.run_folder.records import LARGEST_STEP
 from verl_rc.report.what_if import RecordedBatch, read_batch
 
@@ -33,7 +32,7 @@ class ParameterGradients:
         self, folder: Path, first_step: int = 0, last_step: int = LARGEST_STEP, projected: int = PROJECTED
     ) -> None:
         """Find the records whose weights are on the disk. Raises ``NothingToReplayError`` without any."""
-        self._config = load_run_config([f"--config-dir={folder.absolute()}", "--config-name=resolved_config"])
+        self._config = config_of(folder)
         self._scratch = tempfile.TemporaryDirectory()
         self._kept = KeptWeights(self._config, folder, Path(self._scratch.name))
         rows = read_rows(folder, sys.maxsize, first_step, last_step)

@@ -3,8 +3,14 @@
 from pathlib import Path
 
 from verl_rc.checkpoint import CheckpointStore
+from verl_rc.config.load import load_run_config
 from verl_rc.config.run import RunConfig
 from verl_rc.workers.export import ExportRequest, export_checkpoint
+
+
+def config_of(folder: Path) -> RunConfig:
+    """The configuration of the run in ``folder``. Raises ``ConfigError``."""
+    return load_run_config([f"--config-dir={folder.absolute()}", "--config-name=resolved_config"])
 
 
 class KeptWeights:
