@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planted_faults.faults import ARMS, LEFT_OUT, Fault
-from planted_faults.held_out import HELD_OUT, held_out_fault
-from planted_faults.runs import PlantedRun
+from planted_faults.faults import LEFT_OUT, Fault
+from planted_faults.runs import PLANS, PlantedRun
 
 from verl_rc.report.run_folder import RunData, read_run
 from verl_rc.report.verdict import judge
@@ -57,8 +56,7 @@ def _outcome(first: Statement, fault: Fault) -> str:
 
 def row_of(run: PlantedRun) -> dict[str, Any]:
     """One row of the matrix."""
-    fault = held_out_fault(run.arm) if run.arm in HELD_OUT else ARMS[run.arm]
-    data = read_run(run.folder)
+    fault, data = PLANS[run.arm], read_run(run.folder)
     ended_with = _last_error(run.folder / "output.log") if run.exit_status else ""
     row: dict[str, Any] = {"arm": run.arm, "fault": fault.number, "seed": run.seed, "exit_status": run.exit_status}
     row["seconds"] = run.seconds

@@ -2,22 +2,20 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from evidence.runs import INTERRUPTED, run_in
-from planted_faults.faults import ARMS, COMMON
-from planted_faults.held_out import HELD_OUT
+from planted_faults.faults import ARMS, COMMON, Fault
+from planted_faults.held_out import HELD_OUT, held_out_fault
 
 DONE = "planted.json"
 """In the folder of a run that has ended: exit status, seconds, overrides."""
 Start = Callable[[str, Sequence[str], Path], int]
 """Runs the trainer with a fault and overrides, its output in a file, and returns its exit status."""
-
-
-PLANS = {**ARMS, **HELD_OUT}
-"""What is planted in each run, and with which overrides, by arm."""
+PLANS: Mapping[str, Fault] = {**ARMS, **{arm: held_out_fault(arm) for arm in HELD_OUT}}
+"""Every arm, of the table and held out."""
 
 
 @dataclass(frozen=True)
