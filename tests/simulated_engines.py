@@ -65,6 +65,24 @@ class Cluster:
         return [(Turn(max(16, min(self.longest, int(length)))),) for length in drawn]
 
 
+def conversations(decode_ms: float, training: float, batch: int, draw: Callable[[random.Random], list[Turns]]) -> Cluster:
+    """One engine that never gets slower, and a trainer that takes ``training`` seconds from one publication to the next."""
+    return Cluster(
+        devices=2,
+        batch=batch,
+        slots=10_000,
+        decode_ms=decode_ms,
+        each_ms=0,
+        prefill_per_second=math.inf,
+        update_per_second=math.inf,
+        score_per_second=math.inf,
+        fixed_seconds=training,
+        other_seconds=0,
+        sync_seconds=0,
+        draw_group=draw,
+    )
+
+
 @dataclass(frozen=True)
 class Mode:
     """The settings of ``async_training`` that the loop knows."""

@@ -27,7 +27,7 @@ from verl_rc.rollout.tools import ToolError, evaluate_expression
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-from simulated_engines import Cluster, Mode, Turn, Turns, run_loop  # noqa: E402  (the tests' own engines)
+from simulated_engines import Mode, Turn, Turns, conversations, run_loop  # noqa: E402  (the tests' own engines)
 
 WAITING = {"gen", "step", "admit"}
 PUBLISHING = {"update_weights", "sync_canary"}
@@ -145,20 +145,7 @@ def recorded_groups(folder: Path, model: Path) -> list[list[Turns]]:
 
 def simulated_step(groups: list[list[Turns]], decode_ms: float, training: float, ahead: int) -> float:
     """Seconds of a step, the mean of 300, whose prompts are drawn from ``groups``."""
-    cluster = Cluster(
-        devices=2,
-        batch=4,
-        slots=len(groups[0]) * 4 * (1 + ahead),
-        decode_ms=decode_ms,
-        each_ms=0,
-        prefill_per_second=math.inf,
-        update_per_second=math.inf,
-        score_per_second=math.inf,
-        fixed_seconds=training,
-        other_seconds=0,
-        sync_seconds=0,
-        draw_group=lambda rng: rng.choice(groups),
-    )
+    cluster = conversations(decode_ms, training, 4, lambda rng: rng.choice(groups))
     mode = Mode(Fraction(ahead), Fraction(ahead + 1), order="ready") if ahead else Mode()
     return run_loop(mode, cluster, publications=310, warm_up=10).step_seconds
 

@@ -3,7 +3,6 @@
 Literals are what that simulator printed for the same engines and lengths; it decides by itself and shares no code with this.
 """
 
-import math
 import random
 from collections.abc import Callable
 from fractions import Fraction
@@ -11,7 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 import pytest
-from simulated_engines import Cluster, Mode, Outcome, Turn, Turns, run_loop
+from simulated_engines import Mode, Outcome, Turn, conversations, run_loop
 
 from verl_rc.config.async_training import AsyncTrainingConfig
 from verl_rc.ppo.step_time import MeasuredStep
@@ -93,28 +92,10 @@ def test_a_run_that_knows_its_end_leaves_nothing_in_flight(mode: Mode) -> None:
     assert sorted(outcome.trained) == sorted(outcome.admitted)
 
 
-def conversations(decode_ms: float, training: float, every: int, draw: Callable[[random.Random], list[Turns]]) -> Cluster:
-    """One engine that never gets slower, and a trainer whose step always takes ``training`` seconds; groups as drawn."""
-    return Cluster(
-        devices=2,
-        batch=2 * every,
-        slots=10_000,
-        decode_ms=decode_ms,
-        each_ms=0,
-        prefill_per_second=math.inf,
-        update_per_second=math.inf,
-        score_per_second=math.inf,
-        fixed_seconds=training * every,
-        other_seconds=0,
-        sync_seconds=0,
-        draw_group=draw,
-    )
-
-
 @pytest.mark.parametrize(("ahead", "seconds"), [(0, 4.5), (1, 4.5 / 2), (3, 4.5 / 4), (4, 1.0)])
 def test_conversations_wait_for_tools_beside_training(ahead: int, seconds: float) -> None:
     """10 tokens, 2 s of a tool, 5 tokens, 1 s of training: 4.5 s in turns; a step takes (4.5 s) / (k + 1), at least 1 s."""
-    cluster = conversations(100, 1, 1, lambda _: [(Turn(10, 2.0), Turn(5))])
+    cluster = conversations(100, 1, 2, lambda _: [(Turn(10, 2.0), Turn(5))])
     found = run_loop(Mode(Fraction(ahead)), cluster, publications=65, warm_up=5)
     assert found.step_seconds == pytest.approx(seconds, rel=0.01)
 
@@ -125,7 +106,7 @@ def test_the_smallest_useful_staleness_is_enough(order: Literal["admitted", "rea
     """With it no step waits, whatever the groups take; with one less and groups that all take the longest time, steps do."""
 
     def step_seconds(ahead: int, seconds: Callable[[random.Random], float]) -> float:
-        cluster = conversations(1, 1, every, lambda rng: [(Turn(1, seconds(rng) - 0.002), Turn(1))])
+        cluster = conversations(1, every, 2 * every, lambda rng: [(Turn(1, seconds(rng) - 0.002), Turn(1))])
         mode = Mode(Fraction(ahead), every=every, order=order)
         return run_loop(mode, cluster, publications=60, warm_up=10).step_seconds / every
 
