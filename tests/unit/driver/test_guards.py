@@ -152,6 +152,7 @@ COOLER = {
     "rollout_corr/temperature_slope": -0.11,
     "rollout_corr/temperature_r2": 0.97,
     "rollout_corr/temperature_z": -500.0,
+    "rollout_corr/logit_noise": 0.2,
 }
 
 

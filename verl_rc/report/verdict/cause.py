@@ -4,6 +4,7 @@ The report reads this table after a run and the alerts read it beside one (``jud
 metrics of one step below ``rollout_corr/``; the first that holds names the cause, and speaks when it holds in two steps in a row.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,8 +57,10 @@ def _misses_mass(step: Step, least: float, most: float) -> bool:
 
 
 def _is_temperature(step: Step) -> bool:
+    """Whether a temperature explains a clear part of the gap, and rounding may be the rest: another model moves tails too."""
     is_clear = abs(step["temperature_z"]) > BOUNDS.temperature_z and abs(step["temperature_slope"]) > BOUNDS.temperature_slope
-    return is_clear and step["temperature_r2"] > BOUNDS.temperature_r2
+    left = step["logit_noise"] * math.sqrt(max(1 - step["temperature_r2"], 0.0))
+    return is_clear and step["temperature_r2"] > BOUNDS.temperature_r2 and left <= BOUNDS.implausible_noise
 
 
 CAUSES = (
@@ -123,9 +126,10 @@ CAUSES = (
     Cause(
         8,
         "temperature",
-        ("temperature_z", *_SLOPE),
+        ("temperature_z", *_SLOPE, "logit_noise"),
         _is_temperature,
-        f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > {BOUNDS.temperature_r2:g}",
+        f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > {BOUNDS.temperature_r2:g}, "
+        f"logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g}",
         "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope {temperature_slope:.3f}, "
         "which explains {temperature_r2:.0%} of the gap",
         f"Set both to one value; if they are equal, look for a repetition penalty. {NO_CORRECTION}",

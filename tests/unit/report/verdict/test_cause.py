@@ -61,6 +61,8 @@ def test_every_cause_is_planted_and_healthy_is_silent() -> None:
         (COOLER | {"temperature_r2": 0.25}, COOLER | {"temperature_r2": 0.35}, 8),
         (COOLER | {"temperature_z": -25.0}, COOLER | {"temperature_z": -35.0}, 8),
         (COOLER | {"temperature_slope": -0.002}, COOLER | {"temperature_slope": -0.004}, 8),
+        # Of R² 0.51 a share of 0.7 of the noise is left.
+        (COOLER | {"temperature_r2": 0.51, "logit_noise": 0.72}, COOLER | {"temperature_r2": 0.51, "logit_noise": 0.71}, 8),
         ({"surprisal_excess": 0.029}, {"surprisal_excess": 0.031}, 10),
         ({"surprisal_excess": -0.029}, {"surprisal_excess": -0.031}, 10),
         ({"concentration": 0.88, "logit_noise": 0.2}, {"concentration": 0.92, "logit_noise": 0.2}, 12),
@@ -156,7 +158,9 @@ def test_causes_are_followed_over_a_resume() -> None:
     texts, further, _ = judge_causes(metrics, 6, history, 1.0)
     assert "(since step 4)" in texts["temperature"].text
     assert texts["temperature"].since_step == 4
-    assert texts["temperature"].evidence == pytest.approx({**COOLER, "temperature": 1.0, "other": 1 / 1.111})
+    assert texts["temperature"].evidence == pytest.approx(
+        {**COOLER, "logit_noise": 0.035, "temperature": 1.0, "other": 1 / 1.111}
+    )
     assert further["alerts/cause"] == 1.0
 
 
