@@ -70,7 +70,7 @@ ARMS: Mapping[str, Fault] = {
     "one sync skipped": Fault(8, _STALE, (*_BF16, "trainer.save_freq=1"), "skip_one_sync", replay_only=True),
     "every sync skipped": Fault(9, _STALE, _BF16, "skip_every_sync"),
     "half a tensor": Fault(
-        10, ("the engine holds other weights, or computes otherwise",), _BF16, "half_a_tensor", replay_only=True
+        10, ("the engine had other prompts, sampling, cache or weights",), _BF16, "half_a_tensor", replay_only=True
     ),
     "tokens changed": Fault(
         12,

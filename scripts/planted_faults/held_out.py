@@ -91,7 +91,7 @@ HELD_OUT: Mapping[str, HeldOut] = {
 """All but the last run beside an engine in bfloat16, as the arms of ``faults.py`` do."""
 
 _TRAINER = "the trainer scores other inputs or with noise"
-_ENGINE = "the engine holds other weights, or computes otherwise"
+_ENGINE = "the engine had other prompts, sampling, cache or weights"
 _OTHER_TOKENS = "not the sampled tokens, or not their log-probs"
 RIGHT: Mapping[str, tuple[str, ...]] = {
     "rope base of the engine": (_ENGINE,),

@@ -19,7 +19,7 @@ from verl_rc.driver.replay import DiagnosisRequest, NothingToReplayError, diagno
 from verl_rc.driver.replay.rows import RecordedRows
 from verl_rc.report.run_folder import read_run
 from verl_rc.report.verdict import judge
-from verl_rc.report.verdict.replays import OLDER_WEIGHTS, OTHER_CODE, OTHER_INPUTS, STALE_CACHE
+from verl_rc.report.verdict.replays import ENGINES_INPUTS, OLDER_WEIGHTS, OTHER_CODE, OTHER_INPUTS, STALE_CACHE
 from verl_rc.workers.export import ExportRequest, export_checkpoint
 
 TRAINER = ("R0", "R1", "R2", "R3", "R4")
@@ -117,6 +117,22 @@ def test_a_prompt_that_the_trainer_cuts_is_named_with_the_mistake(kept: dict[str
     found = diagnose(DiagnosisRequest(run_with(kept, log_probs(kept["later"], cut), noisy(right)), TRAINER))
     assert found.statements[0].cause == OTHER_INPUTS
     assert "prompts without their first token" in found.statements[0].sentence
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([prompt[1:] or prompt for prompt in PROMPTS], "prompts without their first token"),
+        ([[prompt[0], *prompt] for prompt in PROMPTS], "the first token of prompts twice"),
+    ],
+)
+def test_prompts_that_the_engine_was_not_to_be_given_are_named(
+    kept: dict[str, Path], given: Sequence[Sequence[int]], said: str
+) -> None:
+    train = log_probs(kept["later"], PROMPTS)
+    found = diagnose(DiagnosisRequest(run_with(kept, train, noisy(log_probs(kept["later"], given), 1e-4)), TRAINER))
+    assert found.statements[0].cause == ENGINES_INPUTS
+    assert said in found.statements[0].sentence
 
 
 def test_where_the_actor_corrects_the_weights_are_still_compared(kept: dict[str, Path]) -> None:

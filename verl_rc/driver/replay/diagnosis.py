@@ -18,6 +18,7 @@ from verl_rc.driver.replay.engine import ReplayEngine
 from verl_rc.driver.replay.rows import RecordedRows, chosen, read_rows
 from verl_rc.driver.replay.trainer import TrainerReplay, wrong_inputs
 from verl_rc.driver.replay.weights import KeptWeights, config_of
+from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.report.run_folder import DIAGNOSIS, read_run
 from verl_rc.report.run_folder.records import LARGEST_STEP
 from verl_rc.report.verdict import judge
@@ -27,7 +28,7 @@ from verl_rc.report.verdict.statement import Statement
 
 REPLAYS: Mapping[str, str] = {
     "R0": "the trainer twice, with its weights of the step, and against what it recorded: 2 forwards",
-    "R1": "each row alone, and with mistakes in the inputs: 3 forwards, one of them slow",
+    "R1": "each row alone, and with mistakes in the inputs: 4 forwards, one of them slow",
     "R2": "the trainer's code in the engine's precision: 1 forward",
     "R3": "the trainer with each version of the weights that was kept: 1 forward each; needs checkpoints",
     "R4": "ids decoded and encoded again: no model",
@@ -136,17 +137,18 @@ class _Session:
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""
         scores: dict[int, Tensor] = {}
-        numbers, reproduced_by = {"noise": 0.0}, ""
+        mistakes = _Mistakes()
         own = self._model(rows.trainer_version)
         with self._timed("R0"):
             scores[rows.trainer_version] = clean = own.score(rows.tokens)
-            numbers["trainer_twice"] = rows.rms(own.score_as_trained(rows.tokens), own.score_as_trained(rows.tokens))
+            numbers = {"trainer_twice": rows.rms(own.score_as_trained(rows.tokens), own.score_as_trained(rows.tokens))}
         if "R1" in self._wanted:
             with self._timed("R1"):
                 numbers["alone"] = rows.rms(own.score(rows.tokens, alone=True), clean)
-                reproduced_by = self._reproduced_by(own, rows, clean)
-        if self._config.actor_rollout_ref.actor.fsdp_config.dtype != "float32":  # other batches round otherwise there
-            numbers["noise"] = numbers.get("alone", 0.0)
+                mistakes = self._mistakes(own, rows, clean)
+                numbers |= mistakes.numbers
+            if self._config.actor_rollout_ref.actor.fsdp_config.dtype != "float32":  # other batches round otherwise
+                numbers["noise"] = numbers["alone"]
         if "R4" in self._wanted:
             with self._timed("R4"):
                 numbers["retokenised"] = self._retokenised(rows)
@@ -159,8 +161,8 @@ class _Session:
                 numbers["precision"] = rows.rms(own.score_in_engine_precision(rows.tokens), clean)
         gap = rows.rms(rows.train, rows.rollout) if rows.train is not None else 0.0
         sizes = {version: rows.rms(values, rows.rollout) for version, values in scores.items() if version <= rows.version}
-        tokens = int(rows.counted.sum())
-        return ReplayedRecord(rows.step, rows.version, tokens, gap, {}, sizes, numbers, reproduced_by), scores
+        mistaken = (mistakes.of_trainer, mistakes.of_engine)
+        return ReplayedRecord(rows.step, rows.version, int(rows.counted.sum()), gap, {}, sizes, numbers, *mistaken), scores
 
     def _by_engines(self, held: Sequence[int]) -> list["_ByEngines"]:
         """What engines measure of each record with the weights that the run's engine held."""
@@ -219,14 +221,17 @@ class _Session:
         device = self._config.trainer.device
         return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
-    def _reproduced_by(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> str:
-        if rows.train is None or rows.rms(rows.train, clean) <= _SAME:
-            return ""
-        padding = self._tokenizer.pad_token_id
-        for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, padding):
-            if rows.rms(rows.train, own.score(tokens)) < rows.rms(rows.train, clean) / 10:
-                return name
-        return ""
+    def _mistakes(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> "_Mistakes":
+        found = _Mistakes()
+        for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, self._tokenizer.pad_token_id):
+            scored = own.score(tokens)
+            if rows.train is not None and rows.rms(rows.train, clean) > max(_SAME, 10 * rows.rms(rows.train, scored)):
+                found.of_trainer = name
+            left = rows.rms(rows.rollout, scored)
+            # The engine rounds, too: its log-probs never come out to the last digits.
+            if rows.rms(rows.rollout, clean) > BOUNDS.far_above_floor * left:
+                found.of_engine, found.numbers["engine_reproduced"] = name, left
+        return found
 
     def _retokenised(self, rows: RecordedRows) -> float:
         """Share of rows whose ids do not come back from their text."""
@@ -255,6 +260,15 @@ class _Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + time.monotonic() - self._began
+
+
+@dataclass
+class _Mistakes:
+    """Mistakes in the inputs with which recorded log-probs come out again; empty where none does."""
+
+    of_trainer: str = ""
+    of_engine: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

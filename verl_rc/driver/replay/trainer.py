@@ -71,11 +71,17 @@ class TrainerReplay:
 
 
 def wrong_inputs(rows: RecordedRows, longest_prompt: int, pad_token_id: int) -> Iterator[tuple[str, TokenBatch]]:
-    """Mistakes in the inputs of a trainer, each in words with the rows as it would score them."""
+    """Mistakes in the inputs of trainer or engine, each in words with the rows as they would be scored."""
     tokens = rows.tokens
     short: Any = tokens.clone()
     short.prompt_lengths = (tokens.prompt_lengths - 1).clamp_min(1)
     yield "prompts without their first token", short
+    doubled: Any = tokens.clone()
+    first = tokens.prompts.shape[1] - tokens.prompt_lengths
+    doubled.prompts = torch.nn.functional.pad(tokens.prompts, (1, 0))
+    doubled.prompts[torch.arange(len(tokens)), first] = tokens.prompts[torch.arange(len(tokens)), first]
+    doubled.prompt_lengths = tokens.prompt_lengths + 1
+    yield "the first token of prompts twice", doubled
     padded: Any = tokens.clone()
     missing = longest_prompt - tokens.prompts.shape[1]
     is_real = torch.arange(tokens.prompts.shape[1]) >= tokens.prompts.shape[1] - tokens.prompt_lengths[:, None]

@@ -14,10 +14,11 @@ from verl_rc.metrics.bounds import BOUNDS
 from verl_rc.report.verdict.statement import Statement, say
 
 OTHER_INPUTS = "the trainer scores other inputs or with noise"
+ENGINES_INPUTS = "the engine was given other inputs"
 STALE_CACHE = "stale prefix cache"
 OLDER_WEIGHTS = "older weights"
 OTHER_CODE = "the engine's code computes otherwise than the trainer's"
-OTHER_ENGINE = "the engine holds other weights, or computes otherwise"
+OTHER_ENGINE = "the engine had other prompts, sampling, cache or weights"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -48,11 +49,14 @@ class ReplayedRecord:
     numbers: Mapping[str, float] = field(default_factory=dict)
     """``trainer_twice``, ``alone``, ``precision`` (nats), ``retokenised`` (share of rows), ``noise`` (of the trainer).
 
+    ``engine_reproduced``: nats between the engine's log-probs and the trainer's with the mistake that gives them.
     ``kernels``: nats between the engine in float32, row by row, and the trainer's code in float32. ``own_cache``: nats between
     the recorded log-probs and those of an engine whose prefix cache began empty; ``stale_cache``: of one whose cache weights
     ``stale_version`` filled; ``cached_tokens``: how many tokens of prompts came from there."""
     reproduced_by: str = ""
     """The mistake in the trainer's inputs with which its recorded log-probs come out again."""
+    engine_reproduced_by: str = ""
+    """The mistake in the engine's inputs with which its recorded log-probs come out again."""
 
     @property
     def best_version(self) -> int:
@@ -77,8 +81,9 @@ def replayed_records(found: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]
                     gap=float(one["gap"]),
                     parts={name: Part(float(part["size"]), float(part["share"])) for name, part in one["parts"].items()},
                     versions={int(version): float(size) for version, size in one["versions"].items()},
-                    numbers={"noise": 0.0} | {name: float(value) for name, value in one["numbers"].items()},
+                    numbers={name: float(value) for name, value in one["numbers"].items()},
                     reproduced_by=str(one["reproduced_by"]),
+                    engine_reproduced_by=str(one.get("engine_reproduced_by", "")),
                 )
             )
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -89,10 +94,10 @@ def replayed_records(found: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]
 def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:
     """The causes that replays name, the trainer's first; a rule that holds on two records names, on one it is likely.
 
-    A stale cache holds older weights and makes another engine, so neither is said beside it.
+    A stale cache holds older weights and makes another engine, as other inputs do, so neither is said beside those.
     """
-    stale = _stale_cache(records)
-    others = (stale,) if stale is not None else (_older_weights(records), _other_engine(records))
+    known = _stale_cache(records) or _engines_inputs(records)
+    others = (known,) if known is not None else (_older_weights(records), _other_engine(records))
     found = (_other_inputs(records), *others, _other_code(records))
     return [statement for statement in found if statement is not None]
 
@@ -107,7 +112,8 @@ def _other_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
     seen = []
     for record in records:
         part = record.parts.get("trainer")
-        if part is not None and part.share > BOUNDS.part_share and part.size > max(BOUNDS.reproduced, record.numbers["noise"]):
+        noise = max(BOUNDS.reproduced, record.numbers.get("noise", 0.0))
+        if part is not None and part.share > BOUNDS.part_share and part.size > noise:
             seen.append(record)
     if not seen:
         return None
@@ -191,35 +197,63 @@ def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
     )
 
 
-def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
-    """An engine with the right weights that is given the tokens is farther from the run's engine than at the start."""
-    rests = sorted((record.step, record) for record in records if "rest" in record.parts)
-    if len(rests) < 2:
+def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """The engine's log-probs come out with a mistake in its inputs."""
+    seen = [record for record in records if record.engine_reproduced_by]
+    if not seen:
         return None
-    first = rests[0][1].parts["rest"].size
-    seen = [
-        record
-        for _, record in rests[1:]
-        if record.parts["rest"].share > BOUNDS.part_share
-        and record.parts["rest"].size > max(BOUNDS.above_floor * first, BOUNDS.reproduced)
-    ]
+    worst = max(seen, key=lambda record: record.versions[record.version])
+    evidence = {"step": worst.step, "left": worst.numbers["engine_reproduced"], "gap": worst.versions[worst.version]}
+    ways = ", ".join(sorted({record.engine_reproduced_by for record in seen}))
+    return say(
+        "gap",
+        ENGINES_INPUTS,
+        "fault",
+        f"The engine's log-probs come out with {ways}: those of step {{step:.0f}} are {{left:.4f}} nats from the trainer's "
+        "then, {gap:.4f} with the recorded ids",
+        evidence,
+        **_sure(seen),
+        next_test="Compare the ids that the engine was sent with the recorded ones: templates, start tokens, padding.",
+        row=20,
+    )
+
+
+def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
+    """What the run's engine had and a replayed one has not: it is given the recorded ids and the right weights, nothing else.
+
+    Too far is farther than at the start, or from the start on farther than rounding of the engine makes.
+    """
+    rests = sorted((record.step, record) for record in records if "rest" in record.parts and "engine" in record.parts)
+    first = rests[0][1].parts["rest"].size if rests else 0.0
+    seen = []
+    for _, record in rests:
+        rest, rounding = record.parts["rest"], _rounding_of(record)
+        bound = min(BOUNDS.above_floor * first, BOUNDS.far_above_floor * rounding)
+        if rest.share > BOUNDS.part_share and rest.size > max(bound, BOUNDS.reproduced):
+            seen.append(record)
     if not seen:
         return None
     worst = max(seen, key=lambda record: record.parts["rest"].size)
     evidence = {"size": worst.parts["rest"].size, "share": worst.parts["rest"].share, "first": first, "step": worst.step}
+    evidence["rounding"] = _rounding_of(worst)
     return say(
         "gap",
         OTHER_ENGINE,
         "fault",
         "An engine with the right weights that is given the tokens of step {step:.0f} is {size:.4f} nats from what the run's "
-        "engine reported, {first:.4f} at the start; {share:.0%} of the gap",
+        "engine reported ({first:.4f} at the start), where rounding makes {rounding:.4f}; {share:.0%} of the gap",
         evidence,
         **_sure(seen),
-        next_test="Weights that were loaded in part, a stale cache, another kernel or sampler: restart the engine, then compare "
-        "tensors after a sync.",
+        next_test="Compare the ids and the sampling parameters that the engine was sent with the recorded ids and the "
+        "configuration; then restart the engine and compare its tensors with the trainer's after a sync.",
         overrides=(f"{_ROLLOUT}.enable_prefix_caching=False", f"{_ROLLOUT}.sync_proof.canary_freq=1"),
         row=20,
     )
+
+
+def _rounding_of(record: ReplayedRecord) -> float:
+    """Nats between the trainer's code and an engine that is given the tokens, with the same weights."""
+    return max(record.parts[name].size for name in ("engine", "precision") if name in record.parts)
 
 
 def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:

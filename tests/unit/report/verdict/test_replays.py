@@ -7,6 +7,7 @@ import pytest
 
 from verl_rc.report.verdict.diagnosis import ranked
 from verl_rc.report.verdict.replays import (
+    ENGINES_INPUTS,
     OLDER_WEIGHTS,
     OTHER_CODE,
     OTHER_ENGINE,
@@ -66,7 +67,22 @@ def test_weights_that_came_later_are_never_named() -> None:
 @pytest.mark.parametrize(("size", "share", "names"), [(0.0081, 0.16, True), (0.0079, 0.5, False), (0.05, 0.14, False)])
 def test_another_engine_is_one_that_was_nearer_at_the_start(size: float, share: float, names: bool) -> None:
     assert causes(HEALTHY, with_part("rest", size, share)) == [OTHER_ENGINE] * names
-    assert causes(with_part("rest", size, share)) == []  # nothing to compare with
+
+
+@pytest.mark.parametrize(("size", "share", "names"), [(0.121, 0.16, True), (0.119, 0.9, False), (0.5, 0.14, False)])
+def test_or_one_that_is_farther_than_rounding_from_the_start_on(size: float, share: float, names: bool) -> None:
+    always = with_part("rest", size, share, step=1)
+    assert causes(always, replace(always, step=9)) == [OTHER_ENGINE] * names
+    split = {**always.parts, "engine": Part(1e-6, 0.0), "precision": Part(0.03, 0.1)}  # with R6
+    assert causes(replace(always, parts=split)) == [OTHER_ENGINE] * names
+
+
+def test_the_mistake_in_the_engines_inputs_is_said_in_place_of_another_engine() -> None:
+    far = with_part("rest", 0.3, 0.9)
+    record = replace(far, numbers={**far.numbers, "engine_reproduced": 0.01}, engine_reproduced_by="prompts doubled")
+    (said,) = judge_replays([record])
+    assert said.cause == ENGINES_INPUTS
+    assert "come out with prompts doubled: those of step 9 are 0.0100 nats" in said.sentence
 
 
 @pytest.mark.parametrize(("size", "names"), [(0.0009, False), (0.0011, True)])
@@ -99,8 +115,8 @@ def test_a_cache_of_older_weights_explains_what_is_left(own: float, stale: float
 def test_a_stale_cache_is_said_alone_and_not_where_older_weights_explain_as_much() -> None:
     stale = with_caches(0.3, 0.01, versions={0: 0.1, 4: 0.31})
     assert causes(HEALTHY, stale) == [STALE_CACHE]
-    pinned = with_caches(0.3, 0.01, versions={0: 0.01, 4: 0.31})
-    assert causes(replace(pinned, numbers={**pinned.numbers, "own_cache": 0.01})) == [OLDER_WEIGHTS]
+    # Engines are replayed with the weights that explain most.
+    assert causes(with_caches(0.01, 0.01, versions={0: 0.01, 4: 0.31})) == [OLDER_WEIGHTS]
 
 
 @pytest.mark.parametrize(("kernels", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)])
