@@ -177,6 +177,7 @@ def test_parts_of_engines_stand_between_trainer_and_record(kept: dict[str, Path]
     assert {name: record.numbers[name] for name in numbers} == pytest.approx(numbers, abs=1e-5)
     of_replays = {"R5": {"engine": 0.2, "rest": 0.3}, "R6": {"engine": 0.1, "precision": 0.4}, "R7": {"engine": 0.3, "rest": 0.2}}
     for name, sizes in of_replays.items():
+        (folder / "diagnosis.json").unlink()
         (record,) = diagnose(DiagnosisRequest(folder, ("R0", name))).replayed
         found = {part: record.parts[part].size for part in record.parts if part not in ("trainer", "versions")}
         assert found == pytest.approx(sizes, abs=1e-5), name

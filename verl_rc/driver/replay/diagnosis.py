@@ -23,7 +23,7 @@ from verl_rc.report.run_folder import DIAGNOSIS, read_run
 from verl_rc.report.run_folder.records import LARGEST_STEP
 from verl_rc.report.verdict import judge
 from verl_rc.report.verdict.diagnosis import ranked
-from verl_rc.report.verdict.replays import Part, ReplayedRecord, judge_replays
+from verl_rc.report.verdict.replays import Part, ReplayedRecord, judge_replays, merged, replayed_records
 from verl_rc.report.verdict.statement import Statement
 
 REPLAYS: Mapping[str, str] = {
@@ -90,7 +90,7 @@ class Diagnosis:
 
 
 def diagnose(request: DiagnosisRequest) -> Diagnosis:
-    """Judge the gap of a run; with replays, also write them beside the run, where its report finds them.
+    """Judge the gap of a run; with replays, also write them beside the run, with those of before, where its report finds them.
 
     Raises:
         ValueError: the folder holds no run, or lacks what the replays need.
@@ -104,9 +104,8 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
-    found = Diagnosis(
-        tuple(ranked(said, judge_replays(session.found))), tuple(session.found), session.seconds, tuple(session.notes)
-    )
+    known = merged(replayed_records(run.replays), session.found)
+    found = Diagnosis(tuple(ranked(said, judge_replays(known))), tuple(known), session.seconds, tuple(session.notes))
     (request.folder / DIAGNOSIS).write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
     return found
 

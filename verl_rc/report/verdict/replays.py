@@ -7,7 +7,7 @@ over the gap's variance, and shares add to 1.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from verl_rc.metrics.bounds import BOUNDS
@@ -89,6 +89,24 @@ def replayed_records(found: Sequence[Mapping[str, Any]]) -> list[ReplayedRecord]
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
     return records
+
+
+def merged(earlier: Sequence[ReplayedRecord], later: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
+    """All that was measured, steps ascending; of a step with the same tokens the finer parts, and the later numbers."""
+    records = {record.step: record for record in earlier}
+    for record in later:
+        before = records.get(record.step)
+        if before is not None and before.tokens == record.tokens:
+            record = replace(
+                record,
+                parts=max(record.parts, before.parts, key=len),
+                versions={**before.versions, **record.versions},
+                numbers={**before.numbers, **record.numbers},
+                reproduced_by=record.reproduced_by or before.reproduced_by,
+                engine_reproduced_by=record.engine_reproduced_by or before.engine_reproduced_by,
+            )
+        records[record.step] = record
+    return [records[step] for step in sorted(records)]
 
 
 def judge_replays(records: Sequence[ReplayedRecord]) -> list[Statement]:

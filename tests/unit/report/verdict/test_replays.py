@@ -16,6 +16,7 @@ from verl_rc.report.verdict.replays import (
     Part,
     ReplayedRecord,
     judge_replays,
+    merged,
     replayed_records,
 )
 from verl_rc.report.verdict.statement import say
@@ -89,6 +90,26 @@ def test_the_mistake_in_the_engines_inputs_is_said_in_place_of_another_engine() 
 def test_an_engine_that_was_reproduced_exactly_at_the_start_may_round(size: float, names: bool) -> None:
     exact = with_part("rest", 0.0, 0.0, step=1)
     assert causes(exact, with_part("rest", size, 0.5)) == [OTHER_ENGINE] * names
+
+
+def test_what_other_replays_measured_of_a_step_is_kept() -> None:
+    by_trainer = replace(
+        HEALTHY,
+        parts={"trainer": Part(0.1, 0.5), "engine": Part(0.03, 0.5)},
+        numbers={"trainer_twice": 0.1, "alone": 0.02, "noise": 0.02},
+        reproduced_by="padding",
+    )
+    by_engine = replace(HEALTHY, numbers={"trainer_twice": 0.2, "kernels": 0.3}, versions={4: 0.04})
+    (both,) = merged([by_trainer], [by_engine])
+    assert both == replace(
+        HEALTHY,
+        numbers={"trainer_twice": 0.2, "alone": 0.02, "noise": 0.02, "kernels": 0.3},
+        versions={0: 0.4, 4: 0.04},
+        reproduced_by="padding",
+    )
+    assert merged([by_engine], [by_trainer])[0].parts == by_engine.parts  # the finer ones
+    other_rows = replace(by_engine, tokens=9)
+    assert merged([by_trainer, replace(by_trainer, step=8)], [other_rows]) == [other_rows, replace(by_trainer, step=8)]
 
 
 def with_caches(own: float, stale: float, share: float = 0.9, **changed: Any) -> ReplayedRecord:
