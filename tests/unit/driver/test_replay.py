@@ -146,7 +146,7 @@ class TableEngine:
 
     PLAIN, PREFILL, OWN_CACHE, STALE_CACHE = 0.4, 0.3, 0.2, 0.002
 
-    def __init__(self, config: object, device: str, folder: str, plain: bool = False, caches: bool = False) -> None:
+    def __init__(self, config: object, folder: str, plain: bool = False, caches: bool = False) -> None:
         self._size = self.PLAIN if plain else self.PREFILL
         assert not (plain and caches)
 

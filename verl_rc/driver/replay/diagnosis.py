@@ -179,7 +179,7 @@ class _Session:
     def _by_run_engine(self, found: Sequence["_ByEngines"], held: Sequence[int]) -> None:
         """R5 and R7, by one engine built as the run's was."""
         with self._timed("R5" if "R5" in self._wanted else "R7"):
-            engine = ReplayEngine(self._config, self._device(), self._kept.folder(held[0]), caches="R7" in self._wanted)
+            engine = ReplayEngine(self._config, self._kept.folder(held[0]), caches="R7" in self._wanted)
         try:
             for rows, of_record, version in zip(self._rows, found, held, strict=True):
                 if "R5" in self._wanted:
@@ -205,7 +205,7 @@ class _Session:
     def _by_plain_engine(self, found: Sequence["_ByEngines"], held: Sequence[int]) -> None:
         """R6: the engine's code alone, against the trainer's in float32."""
         with self._timed("R6"):
-            engine = ReplayEngine(self._config, self._device(), self._kept.folder(held[0]), plain=True)
+            engine = ReplayEngine(self._config, self._kept.folder(held[0]), plain=True)
             try:
                 for rows, of_record, version in zip(self._rows, found, held, strict=True):
                     of_record.plain = engine.prefilled(rows, self._kept.folder(version))
@@ -215,10 +215,6 @@ class _Session:
                 assert of_record.plain is not None
                 exact = TrainerReplay(self._config, self._kept.folder(version), torch.float32).score(rows.tokens)
                 of_record.numbers["kernels"] = rows.rms(exact, of_record.plain)
-
-    def _device(self) -> str:
-        device = self._config.trainer.device
-        return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
     def _mistakes(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> "_Mistakes":
         found = _Mistakes()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from verl_rc.config.run import RunConfig
+from verl_rc.distributed.process_group import trainer_device
 from verl_rc.driver.replay.rows import RecordedRows
 from verl_rc.report.bring_up.process import OtherProcess
 from verl_rc.rollout.sampling import EngineOptions, engine_options
@@ -19,8 +20,9 @@ _Row = tuple[list[int], list[int]]
 class ReplayEngine:
     """An engine that is given recorded tokens; ``end`` ends its process."""
 
-    def __init__(self, config: RunConfig, device: str, model_folder: str, plain: bool = False, caches: bool = False) -> None:
+    def __init__(self, config: RunConfig, model_folder: str, plain: bool = False, caches: bool = False) -> None:
         """Build it as the run's was, with prefixes cached or not; ``plain``: in float32 instead, and one row at a time."""
+        device = trainer_device(config.trainer.device).type
         options = engine_options(config, device)
         arguments = {**options.arguments, "load_format": "auto", "enable_prefix_caching": caches}
         options = replace(options, model_path=model_folder, arguments=arguments)
