@@ -83,7 +83,7 @@ class TrainerConfig(StrictModel):
     n_gpus_per_node: int = Field(8, ge=1)
     """Trainer ranks per node; on a CPU each needs a core."""
     seed: int = 1
-    """Seed of the run: order of prompts, seeds of all samples, order of mini-batches."""
+    """Seed of the run: order of prompts, seeds of all samples, order of mini-batches, dropout and how adapters start."""
     total_epochs: int = Field(30, ge=1)
     """Passes over the training prompts."""
     total_training_steps: int | None = Field(None, ge=1)

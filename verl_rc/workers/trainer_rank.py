@@ -5,7 +5,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from verl_rc.checkpoint import get_random_state, set_random_state
+from verl_rc.config.run import RunConfig
 from verl_rc.distributed.process_group import leave_trainer_group
 
 
@@ -16,14 +19,15 @@ class TrainerRank:
     checkpoint holds the generator's state for each.
     """
 
-    def __init__(self, workers: Mapping[str, str], **arguments: Any) -> None:
+    def __init__(self, workers: Mapping[str, str], config: RunConfig, **arguments: Any) -> None:
         """Build the worker of every role, given as ``module:Class``, with these ``arguments``; collective, in this order."""
         self._workers: dict[str, Any] = {}
+        torch.manual_seed(config.trainer.seed)
         self._random = dict.fromkeys(workers, get_random_state())
         for role, worker in workers.items():
             module, name = worker.split(":")
             with self._random_numbers_of(role):
-                self._workers[role] = getattr(import_module(module), name)(**arguments)
+                self._workers[role] = getattr(import_module(module), name)(config=config, **arguments)
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
         """Call a method of the role's worker."""

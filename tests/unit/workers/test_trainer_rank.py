@@ -1,7 +1,7 @@
 """Roles that share a process compute what each computes alone, to the bit: the process group is one, random numbers are not."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Alone:
 
     def __init__(self, workers: dict[str, str], **arguments: Any) -> None:
         ((role, worker),) = workers.items()
+        torch.manual_seed(arguments["config"].trainer.seed)
         module, name = worker.split(":")
         self._workers = {role: getattr(import_module(module), name)(**arguments)}
 
@@ -58,11 +59,10 @@ class Alone:
         dist.destroy_process_group()
 
 
-def start(folder: Path, *roles: str) -> TrainerRank | Alone:
-    torch.manual_seed(3)  # of a new process
+def start(folder: Path, *roles: str, more: Sequence[str] = ()) -> TrainerRank | Alone:
     learns = ("critic.enable=True", "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.optim.lr=0.01")
     precision = [f"{role}.fsdp_config.dtype=float32" for role in ("critic", "actor_rollout_ref.ref")]
-    config = small_run_config(folder, *learns, *precision)
+    config = small_run_config(folder, *learns, *precision, *more)
     address = RankAddress(0, 1, "127.0.0.1", free_port())
     kind = TrainerRank if len(roles) > 1 else Alone
     return kind({role: WORKERS[role] for role in roles}, config=config, address=address, total_steps=10)
@@ -104,6 +104,19 @@ def test_a_role_does_not_notice_the_others(with_dropout: Path) -> None:
     assert len(alone) == 9
     assert {name for name, value in alone.items() if not torch.equal(value, together[name])} == set()
     assert not torch.equal(together["actor's weights"], together["reference's weights"])
+
+
+def test_the_seed_of_the_run_decides_how_adapters_start(model_folder: Path) -> None:
+    def adapters(seed: int) -> torch.Tensor:
+        torch.manual_seed(1234)  # a process may have drawn any number before
+        rank = start(model_folder, "actor", "critic", more=("actor_rollout_ref.model.lora_rank=2", f"trainer.seed={seed}"))
+        named = rank._workers["actor"].model.module.named_parameters()
+        found = torch.cat([whole(parameter).flatten() for name, parameter in named if ".lora_A." in name])
+        rank.close()
+        return found
+
+    assert torch.equal(adapters(1), adapters(1))
+    assert not torch.equal(adapters(1), adapters(2))
 
 
 def test_a_role_that_is_resumed_goes_on_with_its_own_random_numbers(with_dropout: Path, tmp_path: Path) -> None:
