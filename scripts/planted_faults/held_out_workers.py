@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from planted_faults.faults import planted
+from planted_faults.held_out_hooks import LINEAR, in_int8, misses_update, other_parameters, with_prefix, without_adapters
 from planted_faults.workers import PlantedEngine, PlantedPolicyWorker
 from torch import Tensor
 
@@ -13,12 +15,11 @@ from verl_rc.rollout import vllm_sampler
 from verl_rc.rollout.sampling import EngineOptions, GenerationRequest, SamplingOptions
 from verl_rc.rollout.step_loop import QueuedSample
 from verl_rc.tensor_ops import logprobs
-from verl_rc.workers import forward
+from verl_rc.weight_sync.transfer_group import TransferAddress
+from verl_rc.workers import forward, policy_worker
 
 KEYS = ("layers.1.self_attn.k_proj.weight", "layers.1.self_attn.k_proj.bias")
 """Ends of the names of the tensors whose halves, one for each of the model's two key heads, are exchanged."""
-START = 256
-"""The id that begins and ends texts in the quickstart's tokenizer."""
 
 
 class HeldOutEngine(PlantedEngine):
@@ -26,33 +27,33 @@ class HeldOutEngine(PlantedEngine):
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)
-        if "presence_penalty" in self._planted:
-            make, penalty = vllm_sampler.sampling_parameters, float(self._planted["presence_penalty"])
+        self._first_rank = 1
+        vllm_sampler.sampling_parameters = other_parameters(vllm_sampler.sampling_parameters, self._planted)
 
-            def penalising(*arguments: Any) -> Any:
-                parameters = make(*arguments)
-                parameters.presence_penalty = penalty
-                return parameters
-
-            vllm_sampler.sampling_parameters = penalising
+    def join_transfer(self, address: TransferAddress, first_rank: int, backend: str) -> None:
+        """Join, and remember which of the engines this is."""
+        self._first_rank = first_rank
+        super().join_transfer(address, first_rank, backend)
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
         """Queue samples of other prompts."""
-        super().submit([replace(sample, request=self._with_start(sample.request)) for sample in samples])
+        super().submit([replace(sample, request=with_prefix(sample.request, self._planted)) for sample in samples])
 
     def generate(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Completions:
         """Sample for other prompts."""
-        return super().generate([self._with_start(request) for request in requests], options)
+        return super().generate([with_prefix(request, self._planted) for request in requests], options)
 
-    def _with_start(self, request: GenerationRequest) -> GenerationRequest:
-        if "second_start_token" not in self._planted:
-            return request
-        return replace(request, prompt_token_ids=[START, *request.prompt_token_ids])
+    def _skips(self, version: int) -> bool:
+        return super()._skips(version) or misses_update(self._planted, self._first_rank, version)
 
     def _as_loaded(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super()._as_loaded(tensors, version):
-            exchanges = "exchanged_key_heads" in self._planted and name.endswith(KEYS)
-            yield name, torch.cat(tensor.chunk(2)[::-1]) if exchanges else tensor
+            loaded = tensor
+            if "exchanged_key_heads" in self._planted and name.endswith(KEYS):
+                loaded = torch.cat(tensor.chunk(2)[::-1])
+            if "int8_weights" in self._planted and name.endswith(LINEAR):
+                loaded = in_int8(tensor)
+            yield name, loaded
 
     def _misreport(self, completions: Completions) -> None:
         super()._misreport(completions)
@@ -66,6 +67,8 @@ class HeldOutPolicyWorker(PlantedPolicyWorker):
     """A trainer rank with a held-out fault, or with one of the table."""
 
     def __init__(self, **arguments: Any) -> None:
+        if "adapters_not_sent" in planted():
+            policy_worker.MergedWeights = without_adapters
         super().__init__(**arguments)
         if "packed_without_borders" in self._planted:
             pack = forward.packed_inputs

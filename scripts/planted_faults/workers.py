@@ -81,8 +81,11 @@ class PlantedEngine(RolloutEngine):
         finally:
             transfer.model.load_weights = load
 
+    def _skips(self, version: int) -> bool:
+        return "skip_every_sync" in self._planted or ("skip_one_sync" in self._planted and version == SKIPPED_VERSION)
+
     def _as_loaded(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-        skips = "skip_every_sync" in self._planted or ("skip_one_sync" in self._planted and version == SKIPPED_VERSION)
+        skips = self._skips(version)
         for name, tensor in tensors:
             loaded = tensor.clone()
             if skips and name in self._held:

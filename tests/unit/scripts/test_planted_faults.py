@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from planted_faults.faults import ARMS, COMMON, LEFT_OUT, Fault, planted
 from planted_faults.held_out import HELD_OUT, RIGHT, held_out_fault
+from planted_faults.held_out_second import HELD_OUT_2, RIGHT_2, second_held_out_fault
 from planted_faults.matrix import lines_of, named_first, row_of, write_matrix
 from planted_faults.runs import DONE, folder_of, known_run, overrides_of, run_all
 from planted_series import COOLER, SETTINGS, SIGNS, wave, write_run
@@ -18,7 +19,7 @@ from verl_rc.report.verdict.cause import CAUSES
 from verl_rc.report.verdict.replays import OTHER_ENGINE, OTHER_INPUTS, Part, ReplayedRecord
 
 
-@pytest.mark.parametrize("arm", [*ARMS, *HELD_OUT])
+@pytest.mark.parametrize("arm", [*ARMS, *HELD_OUT, *HELD_OUT_2])
 def test_every_arm_is_a_run_that_can_start(arm: str) -> None:
     places = ["actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
     load_run_config([*overrides_of(arm, 1), *places])
@@ -34,6 +35,12 @@ def test_held_out_faults_are_in_no_plan_and_are_judged_by_causes_that_the_doctor
     assert {held_out_fault(arm).number for arm in HELD_OUT} == set(range(101, 101 + len(HELD_OUT)))
     named = {*(cause.name for cause in CAUSES), OTHER_INPUTS, OTHER_ENGINE}
     assert {cause for causes in RIGHT.values() for cause in causes} <= named
+
+
+def test_the_second_held_out_faults_are_in_no_other_table() -> None:
+    assert HELD_OUT_2.keys().isdisjoint({**ARMS, **HELD_OUT})
+    assert RIGHT_2.keys() <= HELD_OUT_2.keys()
+    assert {second_held_out_fault(arm).number for arm in HELD_OUT_2} == set(range(201, 209))
 
 
 def test_what_is_planted_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

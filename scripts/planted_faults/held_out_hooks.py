@@ -1,0 +1,57 @@
+"""What held-out faults change, each by itself: it needs no vLLM, so that unit tests can run it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from verl_rc.config.models import ModelConfig
+from verl_rc.rollout.sampling import GenerationRequest
+from verl_rc.workers.lora import MergedWeights
+
+SAMPLING = ("presence_penalty", "min_p", "repetition_penalty")
+"""Sampling parameters of the engine that the trainer does not have; each is planted with its value."""
+START = 256
+"""The id that begins and ends texts in the quickstart's tokenizer."""
+PREFIXES: Mapping[str, tuple[int, ...]] = {"second_start_token": (START,), "system_prompt": (50, 78, 81, 83, 13)}
+"""Ids that the engine sees before a prompt, by fault; the system prompt is "Sort." in the quickstart's tokenizer."""
+LINEAR = "_proj.weight"
+"""End of the names of the weights of all linear layers but the output."""
+_LARGEST_INT8 = 127
+
+
+def other_parameters(make: Callable[..., Any], planted: Mapping[str, str]) -> Callable[..., Any]:
+    """What makes sampling parameters, with those of ``SAMPLING`` set that are planted."""
+    others = {name: float(planted[name]) for name in SAMPLING if name in planted}
+
+    def make_others(*arguments: Any) -> Any:
+        parameters = make(*arguments)
+        for name, value in others.items():
+            setattr(parameters, name, value)
+        return parameters
+
+    return make_others
+
+
+def with_prefix(request: GenerationRequest, planted: Mapping[str, str]) -> GenerationRequest:
+    """The request with other ids before its prompt."""
+    before = [token for fault, tokens in PREFIXES.items() if fault in planted for token in tokens]
+    return replace(request, prompt_token_ids=[*before, *request.prompt_token_ids])
+
+
+def misses_update(planted: Mapping[str, str], first_rank: int, version: int) -> bool:
+    """Whether an engine, whose first worker has ``first_rank`` in the transfer group, keeps its weights in this update."""
+    return ("skip_every_second_sync" in planted and version % 2 == 1) or ("stale_second_engine" in planted and first_rank > 1)
+
+
+def in_int8(weight: Tensor) -> Tensor:
+    """``weight`` ``[O, I]`` rounded to 255 equidistant values per output channel, the largest of which is its largest size."""
+    step = weight.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / _LARGEST_INT8
+    return (torch.round(weight / step) * step).to(weight.dtype)
+
+
+def without_adapters(model: nn.Module, config: ModelConfig) -> MergedWeights:
+    """The weights of an adapted model as if its adapters were not there."""
+    return MergedWeights(model, config.model_copy(update={"lora_alpha": 0}))
