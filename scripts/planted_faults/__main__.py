@@ -11,18 +11,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence.runs import ROOT, prepare
-from planted_faults.faults import ARMS
-from planted_faults.held_out import HELD_OUT
-from planted_faults.held_out_second import HELD_OUT_2
 from planted_faults.matrix import lines_of, row_of, write_matrix
-from planted_faults.runs import known_run, run_all, start_trainer
+from planted_faults.runs import TABLES, known_run, run_all, start_trainer
 
 from verl_rc.report.run_folder import DIAGNOSIS
 
 LOG = ROOT / "docs" / "experiment_log"
-RESULTS = LOG / "2026-11-22-planted-faults.json"
-HELD_OUT_RESULTS = LOG / "2026-11-22-held-out-faults.json"
-SECOND_RESULTS = LOG / "2026-11-23-held-out-faults-second.json"
+RESULTS = {
+    "faults": LOG / "2026-11-22-planted-faults.json",
+    "held-out": LOG / "2026-11-22-held-out-faults.json",
+    "held-out-second": LOG / "2026-11-23-held-out-faults-second.json",
+    "healthy": LOG / "2026-11-23-healthy-for-long.json",
+}
 
 
 def main() -> int:
@@ -31,15 +31,12 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: top-p")
     parser.add_argument("--seeds", default="1", help="seeds, such as 1,2,3; thresholds come from seed 1 alone")
     parser.add_argument("--judge", action="store_true", help="run nothing")
-    parser.add_argument("--held-out", action="store_true", help="the faults of held_out.py in place of the table's")
-    parser.add_argument("--held-out-second", action="store_true", help="the faults of held_out_second.py in place of both")
+    parser.add_argument("--table", choices=TABLES, default="faults", help="which arms; healthy: 1,000 steps each")
     parser.add_argument("--replay", metavar="R0,R1", default="", help="also replay these in every run that has no replays yet")
     where = ROOT / "runs" / "planted_faults"
     parser.add_argument("--folder", type=Path, default=where, help="where models, data and runs are kept")
     given = parser.parse_args()
-    table, results = (HELD_OUT, HELD_OUT_RESULTS) if given.held_out else (ARMS, RESULTS)
-    if given.held_out_second:
-        table, results = HELD_OUT_2, SECOND_RESULTS
+    table = TABLES[given.table]
     arms = [arm for arm in table if set(given.words) <= set(arm.split())]
     seeds = [int(seed) for seed in given.seeds.split(",")]
     if not given.judge:
@@ -52,7 +49,7 @@ def main() -> int:
             replay(run.folder, given.replay.split(","))
     rows = [row_of(run) for run in runs]
     if set(arms) == set(table):
-        write_matrix(results, rows)
+        write_matrix(RESULTS[given.table], rows)
     print("\n".join(lines_of(rows)))
     return 0
 

@@ -93,6 +93,20 @@ ARMS: Mapping[str, Fault] = {
     "NaN in 0.1 %": Fault(21, ("overflow or empty logits",), _BF16, "nan_log_probs"),
 }
 """All arms by name."""
+HEALTHY_FOR_LONG: Mapping[str, Fault] = {
+    arm.replace("healthy", "1000 healthy steps in"): Fault(
+        0,
+        HEALTHY,
+        (
+            *ARMS[arm].overrides,
+            *("trainer.total_training_steps=1000", "trainer.total_epochs=100", "trainer.save_freq=500"),
+            *("trainer.token_records.freq=100", "trainer.max_actor_ckpt_to_keep=1"),
+            *("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.n=2"),
+        ),
+    )
+    for arm in ("healthy bf16", "healthy fp8", "healthy fp32")
+}
+"""Runs in which nothing may be found; small batches keep them short and are the harder case for what is counted in errors."""
 LEFT_OUT = {
     11: "prefix cache not reset: prompts of this task are shorter than a block of the cache",
     22: "fp8 cache: vLLM on a CPU has it for heads of 32 or 64 alone, the quickstart's model has heads of 48",

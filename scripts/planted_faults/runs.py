@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evidence.runs import INTERRUPTED, run_in
-from planted_faults.faults import ARMS, COMMON, Fault
+from planted_faults.faults import ARMS, COMMON, HEALTHY_FOR_LONG, Fault
 from planted_faults.held_out import HELD_OUT, held_out_fault
 from planted_faults.held_out_second import HELD_OUT_2, second_held_out_fault
 
@@ -15,12 +15,14 @@ DONE = "planted.json"
 """In the folder of a run that has ended: exit status, seconds, overrides."""
 Start = Callable[[str, Sequence[str], Path], int]
 """Runs the trainer with a fault and overrides, its output in a file, and returns its exit status."""
-PLANS: Mapping[str, Fault] = {
-    **ARMS,
-    **{arm: held_out_fault(arm) for arm in HELD_OUT},
-    **{arm: second_held_out_fault(arm) for arm in HELD_OUT_2},
+TABLES: Mapping[str, Mapping[str, Fault]] = {
+    "faults": ARMS,
+    "held-out": {arm: held_out_fault(arm) for arm in HELD_OUT},
+    "held-out-second": {arm: second_held_out_fault(arm) for arm in HELD_OUT_2},
+    "healthy": HEALTHY_FOR_LONG,
 }
-"""Every arm, of the table and held out."""
+PLANS: Mapping[str, Fault] = {arm: fault for table in TABLES.values() for arm, fault in table.items()}
+"""Every arm of every table."""
 
 
 @dataclass(frozen=True)
