@@ -81,7 +81,6 @@ def small_run_config(model_folder: Path, *overrides: str) -> RunConfig:
             "data.max_prompt_length=6",
             "data.max_response_length=7",
             f"actor_rollout_ref.model.path={model_folder}",
-            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
             "actor_rollout_ref.actor.fsdp_config.dtype=float32",

@@ -58,7 +58,6 @@ def run_overrides(task: dict[str, Path], run_folder: Path) -> list[str]:
         "data.max_prompt_length=20",
         "data.max_response_length=12",
         f"actor_rollout_ref.model.path={task['model']}",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",

@@ -16,8 +16,9 @@ class ModelConfig(StrictModel):
     """Hugging Face model folder or hub id."""
     use_remove_padding: bool = True
     """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
-    enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    enable_gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, about a third more time. Null: on GPUs; on a CPU time is
+    scarcer than memory."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Off unless you trust its author."""
     lora_rank: int = Field(0, ge=0)
@@ -187,10 +188,15 @@ class CriticModelConfig(StrictModel):
     """Hugging Face model folder or hub id."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
     """Pack real tokens instead of padding rows."""
-    enable_gradient_checkpointing: bool = follows("actor_rollout_ref.model.enable_gradient_checkpointing")
+    enable_gradient_checkpointing: bool | None = follows("actor_rollout_ref.model.enable_gradient_checkpointing")
     """Recompute activations in the backward pass."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
     """Run code that comes with the model."""
+
+
+def recomputes_activations(model: ModelConfig | CriticModelConfig, on_gpus: bool) -> bool:
+    """Whether the backward pass of a model computes activations anew."""
+    return on_gpus if model.enable_gradient_checkpointing is None else model.enable_gradient_checkpointing
 
 
 class CriticOptimConfig(OptimConfig):

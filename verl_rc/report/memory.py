@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from verl_rc.config.models import FsdpConfig, LearnerFsdpConfig, ModelConfig, model_source
+from verl_rc.config.models import FsdpConfig, LearnerFsdpConfig, ModelConfig, model_source, recomputes_activations
 from verl_rc.config.rollout import DEFAULT_CPU_CACHE_MEGABYTES
 from verl_rc.config.run import RunConfig
 from verl_rc.report.plan import BatchArithmetic, UpdateArithmetic, plan_of
@@ -159,11 +159,12 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
     On a CPU allocators do not return memory, so a machine needs the sum of the peaks of all processes.
     """
     model, critic, sizes = config.actor_rollout_ref.model, config.critic, plan_of(config).sizes
-    roles = [_actor(config, shapes[model.path], sizes)]
+    on_gpus = gpu_bytes is not None
+    roles = [_actor(config, shapes[model.path], sizes, on_gpus)]
     if sizes.critic is not None:
         shape, fsdp = shapes[critic.model.path], critic.fsdp_config
         tokens = _micro_batch_tokens(sizes.critic, sizes.longest_sequence)
-        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, critic.model.enable_gradient_checkpointing)
+        update = _Update(shape, _bytes(fsdp.dtype), tokens, 0, recomputes_activations(critic.model, on_gpus))
         learner = _learner("critic", shape, fsdp, config.num_ranks, shape.parameters)
         roles.append(replace(learner, activations=_beside_gathered(learner, update, shape, fsdp), knob=f"critic.{_MICRO_BATCH}"))
     if config.has_reference_model:
@@ -175,12 +176,12 @@ def estimate_roles(config: RunConfig, shapes: Mapping[str, ModelShape], gpu_byte
     return [*roles, _engine(config, shapes[model.path], gpu_bytes)]
 
 
-def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic) -> RoleMemory:
+def _actor(config: RunConfig, shape: ModelShape, sizes: BatchArithmetic, on_gpus: bool) -> RoleMemory:
     policy = config.actor_rollout_ref
     model, fsdp, rollout = policy.model, policy.actor.fsdp_config, policy.rollout
     tokens = _micro_batch_tokens(sizes.actor, sizes.longest_sequence)
     predicted = tokens * sizes.longest_response // sizes.longest_sequence
-    update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, model.enable_gradient_checkpointing)
+    update = _Update(shape, _bytes(fsdp.dtype), tokens, predicted, recomputes_activations(model, on_gpus))
     bucket = min(rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB, shape.parameters * _bytes(rollout.dtype))
     learner = _learner("actor", shape, fsdp, config.num_ranks, _trained_parameters(model, shape))
     largest = max(_beside_gathered(learner, update, shape, fsdp), bucket)

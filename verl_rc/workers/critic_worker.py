@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from verl_rc.config.models import recomputes_activations
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import CriticBatch, TokenBatch
 from verl_rc.distributed.fsdp import sharding_mesh
@@ -32,7 +33,7 @@ class CriticWorker(Learner):
         module = load_value_model(
             model.path,
             torch_dtype(self._config.fsdp_config.model_dtype),
-            model.enable_gradient_checkpointing,
+            recomputes_activations(model, self._device.type == "cuda"),
             model.trust_remote_code,
             mesh,
         )

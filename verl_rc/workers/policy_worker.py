@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from verl_rc.config.models import recomputes_activations
 from verl_rc.config.run import RunConfig
 from verl_rc.data.batches import TokenBatch, TokenScores, TrainBatch
 from verl_rc.distributed.fsdp import sharding_mesh
@@ -76,7 +77,7 @@ class PolicyWorker(Learner):
         module = load_causal_lm(
             model_config.path,
             torch_dtype(fsdp.model_dtype),
-            model_config.enable_gradient_checkpointing,
+            recomputes_activations(model_config, self._device.type == "cuda"),
             model_config.trust_remote_code,
             shards,
         )

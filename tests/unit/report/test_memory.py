@@ -30,7 +30,9 @@ from verl_rc.report.memory import (
 )
 
 ACTOR, ROLLOUT, FSDP = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.fsdp_config"
+CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing"
 FULL: Given = {f"{FSDP}.dtype": "float32", f"{ROLLOUT}.dtype": "float32"}
+RECOMPUTING: Given = {**FULL, CHECKPOINTING: True}
 BIG = ModelShape(
     parameters=1_000_000_000,
     embedding_parameters=200_000_000,
@@ -97,19 +99,19 @@ def test_a_group_of_ranks_holds_a_whole_copy() -> None:
 
 
 def test_activations_grow_with_the_tokens_of_a_micro_batch() -> None:
-    base: Given = {**FULL, f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1}
+    base: Given = {**RECOMPUTING, f"{ACTOR}.use_dynamic_bsz": True}
+    base |= {f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": 1}
     small, large = (roles_of({**base, f"{ACTOR}.ppo_max_token_len_per_gpu": tokens})["actor"].activations for tokens in (26, 52))
     assert large == pytest.approx(2 * small, rel=1e-6)
     # 26 tokens x (width 2000 x 4 bytes x 10 checkpoints + one layer of 34 x 2 bytes x 2000), and 14 predicted tokens' logits
     assert small == 26 * (2000 * 4 * 10 + 2000 * 172) + 14 * 100_000 * 4 * 4
-    kept = roles_of(
-        {**base, f"{ACTOR}.ppo_max_token_len_per_gpu": 26, "actor_rollout_ref.model.enable_gradient_checkpointing": False}
-    )
+    kept = roles_of({**base, f"{ACTOR}.ppo_max_token_len_per_gpu": 26, CHECKPOINTING: None})  # null: not on a CPU
     assert kept["actor"].activations == 26 * 2000 * 68 * 10 + 14 * 100_000 * 4 * 4
 
 
 def test_there_is_at_most_one_chunk_of_logits() -> None:
-    given: Given = {**FULL, "data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 64, f"{ACTOR}.use_dynamic_bsz": True}
+    given: Given = {**RECOMPUTING, "data.train_batch_size": 64, f"{ACTOR}.ppo_mini_batch_size": 64}
+    given |= {f"{ACTOR}.use_dynamic_bsz": True}
     given |= {"data.max_prompt_length": 1000, "data.max_response_length": 1000}
     actor = roles_of({**given, f"{ACTOR}.ppo_max_token_len_per_gpu": 16_000})["actor"]
     assert actor.activations == 16_000 * (2000 * 4 * 10) + 16_000 * 2000 * 172 + (1 << 24) * 4 * 4  # 8,000 x 100,000 are more
@@ -172,7 +174,6 @@ def test_the_quickstart_takes_what_was_measured() -> None:
         "data.train_batch_size": 32,
         "data.max_prompt_length": 20,
         "data.max_response_length": 12,
-        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         f"{ACTOR}.ppo_mini_batch_size": 16,
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ACTOR}.ppo_max_token_len_per_gpu": 4096,

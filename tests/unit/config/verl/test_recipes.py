@@ -133,6 +133,7 @@ OTHER_DEFAULTS = {
     **dict.fromkeys(["trainer.project_name", "trainer.experiment_name"], "names of examples"),
     **{f"critic.model.{leaf}": "follows the actor's model" for leaf in ("path", "trust_remote_code", "use_remove_padding")},
     "critic.model.enable_gradient_checkpointing": "follows the actor's model",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "on GPUs as there; a CPU has memory and no time for it",
     "critic.checkpoint.async_save": "follows the actor",
     "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": "follows the actor's, as verl's older name does",
     "actor_rollout_ref.rollout.load_format": "the trainer's weights come before the first sample either way",
