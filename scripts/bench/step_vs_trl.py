@@ -179,7 +179,6 @@ def measure_verl_rc(folder: Path, options: argparse.Namespace) -> Measurement:
     ]
     if not options.defaults:
         overrides += ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "actor_rollout_ref.rollout.dtype=float32"]
-        overrides += ["actor_rollout_ref.model.enable_gradient_checkpointing=False"]
     run_process([sys.executable, "-m", "verl_rc.main_ppo", *overrides], folder / "verl_rc.log")
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] > WARM_UP_STEPS]
