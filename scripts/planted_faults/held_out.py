@@ -97,15 +97,15 @@ RIGHT: Mapping[str, tuple[str, ...]] = {
     "rope base of the engine": (_ENGINE,),
     "key heads exchanged": (_ENGINE,),
     # What the report says to a temperature names a repetition penalty as the next thing to look for.
-    "presence penalty": ("temperature", "sampled from another distribution than reported"),
+    "presence penalty": (_ENGINE, "temperature", "sampled from another distribution than reported"),
     "packed rows see each other": (_TRAINER,),
-    # Both tell to compare ids and prompts; that weights or kernels differ would be the wrong trail.
-    "second start token": (_OTHER_TOKENS, _TRAINER),
+    "second start token": (_OTHER_TOKENS, _TRAINER, _ENGINE, "the engine was given other inputs"),
     "stop token at 0": (_OTHER_TOKENS,),
     "rows of a micro-batch exchanged": (_TRAINER, _OTHER_TOKENS),
     "logits in bf16": (_TRAINER,),
 }
-"""Causes of the doctor that lead to the remedy: written after its rules were read, before any of these runs was judged."""
+"""Causes of the doctor that lead to the remedy: written after its rules were read, before any of these runs was judged; the
+causes with prompts and sampling in their names came with the rules of 2026-11-23."""
 
 
 def held_out_fault(arm: str) -> Fault:
