@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from evidence.machine import refused
 from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, quick, run_all, start_trainer
 from evidence.studies import STUDIES
 from evidence.tables import FALL, accuracies, draw, section
@@ -47,8 +48,12 @@ def main() -> int:
             study, results = STUDIES[given.name], RESULTS / f"{given.name}.jsonl"
             known = known_runs(results, study)
             todo = quick(study, known) if given.quick else missing(study, known, given.words)
+            impossible = refused(study, dict.fromkeys(arm for arm, _ in todo))
+            todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
+            for reason in sorted(set(impossible.values())):
+                print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
             print(f"{len(todo)} runs, some {len(todo) * study.minutes:.0f} minutes on two idle cores", flush=True)
-            prepare(given.folder)
+            prepare(given.folder, study.task)
             for run in run_all(study, todo, given.folder, results, start_trainer):
                 found = accuracies(run) or [float("nan")]
                 print(f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True)

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from evidence.studies import ACCURACY, Study
+from evidence.studies import ACCURACY, QUICKSTART, Study, Task
 
 from verl_rc.report.run_folder import whole_lines
 
@@ -26,8 +26,8 @@ CURVES = (
 """What is kept of a run."""
 INTERRUPTED = (130, 143)
 """What the trainer returns when it is interrupted: no result of the arm."""
-Start = Callable[[Sequence[str]], int]
-"""Runs the trainer with overrides and returns its exit status."""
+Start = Callable[[Sequence[str], str], int]
+"""Runs the trainer with overrides and what is planted, if anything; returns its exit status."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,16 @@ class Run:
     seconds: float
     curves: dict[str, list[tuple[int, float]]]
     """Step and value, by metric."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of the study's task."""
+    planted: str = ""
+    """What the workers did wrong."""
+
+    @property
+    def made_by(self) -> list[str]:
+        """All that decides the numbers."""
+        settings = (f"{name}={value}" for name, value in self.settings.items())
+        return [*self.overrides, *settings, *([f"PLANTED_FAULT={self.planted}"] if self.planted else [])]
 
 
 class MixedResultsError(ValueError):
@@ -57,8 +67,8 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
     found = {}
     for _, line in whole_lines(results) if results.is_file() else ():
         run = Run(**json.loads(line))
-        if run.arm in study.arms and run.overrides != overrides_of(study, run.arm, run.seed):
-            now = set(overrides_of(study, run.arm, run.seed)) ^ set(run.overrides)
+        if run.arm in study.arms and run.made_by != (would := planned(study, run.arm, run.seed).made_by):
+            now = set(would) ^ set(run.made_by)
             raise MixedResultsError(
                 f"{results} holds '{run.arm}', seed {run.seed}, run with other overrides than the study has now: "
                 f"{', '.join(sorted(now))} differ. Move the file away to run the study anew, or take the change back."
@@ -67,9 +77,10 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
     return found
 
 
-def overrides_of(study: Study, arm: str, seed: int) -> list[str]:
-    """All that decides the numbers of a run."""
-    return [*study.common, *study.arms[arm], f"trainer.seed={seed}"]
+def planned(study: Study, arm: str, seed: int) -> Run:
+    """A run of a study before it is run: what decides its numbers, and no result."""
+    overrides = [*study.common, *study.arms[arm], f"trainer.seed={seed}"]
+    return Run(arm, seed, overrides, 0, 0.0, {}, dict(study.task.settings), study.planted.get(arm, ""))
 
 
 def missing(study: Study, known: dict[tuple[str, int], Run], words: Sequence[str] = ()) -> list[tuple[str, int]]:
@@ -87,17 +98,19 @@ def run_all(study: Study, todo: Sequence[tuple[str, int]], folder: Path, results
     """Run arms with seeds; every run is a line of ``results`` once it has ended. The trainer writes below ``folder``."""
     results.parent.mkdir(parents=True, exist_ok=True)
     for arm, seed in todo:
-        place, overrides = folder / results.stem / f"{arm} seed{seed}".replace(" ", "_"), overrides_of(study, arm, seed)
+        place, plan = folder / results.stem / f"{arm} seed{seed}".replace(" ", "_"), planned(study, arm, seed)
+        begin = folder / study.task.folder
         places = (
-            *(f"actor_rollout_ref.model.path={folder / 'sft_model'}", f"trainer.default_local_dir={place}"),
-            *(f"data.{split}_files={folder / 'data' / split}.parquet" for split in ("train", "val")),
+            *(f"actor_rollout_ref.model.path={begin / 'sft_model'}", f"trainer.default_local_dir={place}"),
+            *(f"data.{split}_files={begin / 'data' / split}.parquet" for split in ("train", "val")),
             *("trainer.resume_mode=disable", "trainer.logger=[console]"),
         )
         began = time.time()
-        status = start([*overrides, *places])
+        status = start([*plan.overrides, *places], plan.planted)
         if status in INTERRUPTED:
             raise KeyboardInterrupt
-        run = Run(arm, seed, overrides, status, round(time.time() - began, 1), curves_of(place / "metrics.jsonl"))
+        seconds, curves = round(time.time() - began, 1), curves_of(place / "metrics.jsonl")
+        run = replace(plan, exit_status=status, seconds=seconds, curves=curves)
         _append(results, json.dumps(asdict(run)))
         yield run
 
@@ -119,9 +132,11 @@ def _append(results: Path, line: str) -> None:
     results.write_text(f"{whole}{line}\n", encoding="utf-8")
 
 
-def start_trainer(overrides: Sequence[str]) -> int:
-    """Run the trainer in a process of its own; its output goes to a file beside its metrics."""
+def start_trainer(overrides: Sequence[str], planted: str) -> int:
+    """Run the trainer, with a fault where one is planted, in a process of its own; its output goes beside its metrics."""
     place = Path(next(given for given in overrides if given.startswith("trainer.default_local_dir=")).partition("=")[2])
+    if planted:
+        return run_in(place, "scripts.planted_faults.start", planted, "--", *overrides)
     return run_in(place, "verl_rc.main_ppo", *overrides)
 
 
@@ -133,10 +148,16 @@ def run_in(place: Path, module: str, *arguments: str) -> int:
         return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
 
 
-def prepare(folder: Path) -> None:
-    """Make the task and the model that all runs start from, once."""
-    if (folder / "sft_model" / "config.json").is_file():
+def prepare(folder: Path, task: Task = QUICKSTART) -> None:
+    """Make the problems and the model that all runs of a study start from, once."""
+    begin = folder / task.folder
+    made_by = begin / "settings.json"
+    if (begin / "sft_model" / "config.json").is_file():
+        if task.settings != (json.loads(made_by.read_text(encoding="utf-8")) if made_by.is_file() else {}):
+            raise MixedResultsError(f"{begin} holds a task and a model made with other settings: move it away.")
         return
-    fixed = {"RUN_ROOT": str(folder.resolve()), "SEED": "1", "NUM_HEADS": "4", "PYTHON": sys.executable}
-    inherited = {name: value for name, value in os.environ.items() if name not in ("DATA_DIR", "MODEL_PATH")}
+    fixed = {"RUN_ROOT": str(begin.resolve()), "SEED": "1", "NUM_HEADS": "4", "PYTHON": sys.executable, **task.settings}
+    own = ("DATA_DIR", "MODEL_PATH", "DIGITS_OPTIONS", "SFT_OPTIONS")
+    inherited = {name: value for name, value in os.environ.items() if name not in own}
     subprocess.run(["bash", "scripts/warm_start.sh"], cwd=ROOT, env={**inherited, **fixed}, check=True)
+    made_by.write_text(json.dumps(dict(task.settings)) + "\n", encoding="utf-8")

@@ -1,11 +1,24 @@
 """The studies: each question, its arms and its seeds, fixed before anything is run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ACCURACY = "val-core/digits/acc/mean@1"
 """What arms are compared by: greedy accuracy on the validation prompts."""
 CORRECTIONS = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the runs of a study start from: problems, and a model after a warm start."""
+
+    folder: str
+    """Below the folder of all studies; empty: that folder."""
+    settings: Mapping[str, str]
+    """Environment of ``scripts/warm_start.sh`` beside its defaults."""
+
+
+QUICKSTART = Task("", {})
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,9 @@ class Study:
     """A figure for each of these words, with the arms that have it in their name."""
     quick: tuple[str, ...]
     """Arms of ``--quick``, which takes the first seed alone: those that show the sign of the effect."""
+    task: Task = QUICKSTART
+    planted: Mapping[str, str] = field(default_factory=dict)
+    """What the workers do wrong, by arm; see ``scripts/planted_faults/workers.py``."""
 
 
 def _staleness() -> Study:

@@ -20,6 +20,13 @@ PROMPTS = 256
 FALL = 0.10
 """A run has collapsed when its accuracy ends this far below its best."""
 
+MEANS = {
+    "mean age": "async/token_age/mean",
+    "mean ESS": "rollout_corr/rollout_is_eff_sample_size",
+    "mean gap (k3, nats)": "rollout_corr/k3_kl",
+}
+"""Columns of the table: means over all steps of all runs of an arm."""
+
 
 def interval(shares: Sequence[float], prompts: int = PROMPTS, draws: int = 4000) -> tuple[float, float]:
     """90 % bootstrap interval of the mean of ``shares``: seeds are drawn with replacement, then the prompts of each."""
@@ -48,20 +55,20 @@ def by_arm(study: Study, runs: Mapping[tuple[str, int], Run]) -> Iterator[tuple[
 
 
 def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
-    """A Markdown table with a row for each arm."""
-    rows = [
-        "| arm | accuracy at the end, by seed | mean | 90 % interval | collapsed | mean age | mean ESS |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for arm, found in by_arm(study, runs):
+    """A Markdown table with a row for each arm; a mean that no arm has gets no column."""
+    means = {title: [_mean(found, name) for _, found in by_arm(study, runs)] for title, name in MEANS.items()}
+    means = {title: cells for title, cells in means.items() if set(cells) != {"—"}}
+    titles = ["arm", "accuracy at the end, by seed", "mean", "90 % interval", "collapsed", *means]
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for place, (arm, found) in enumerate(by_arm(study, runs)):
         last = [found_there[-1] for run in found if (found_there := accuracies(run))]
         ends = ", ".join(f"{value:.3f}" for value in last) or "—"
         mean = f"{sum(last) / len(last):.3f}" if last else "—"
         # With one seed nothing is known of others.
         bounds = " to ".join(f"{bound:.3f}" for bound in interval(last)) if len(last) > 1 else "—"
         collapsed = f"{sum(map(has_collapsed, found))} of {len(found)}"
-        age, ess = (_mean(found, name) for name in ("async/token_age/mean", "rollout_corr/rollout_is_eff_sample_size"))
-        rows.append(f"| {arm} | {ends} | {mean} | {bounds} | {collapsed} | {age} | {ess} |")
+        further = [cells[place] for cells in means.values()]
+        rows.append(f"| {' | '.join([arm, ends, mean, bounds, collapsed, *further])} |")
     return rows
 
 
@@ -101,10 +108,13 @@ def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> lis
     drawn = [word for word in study.figures if any(word in arm.split() for arm, _ in by_arm(study, runs))]
     pictures = [f"![accuracy over steps, arms with {word}](evidence/{name}_{word}.png)" for word in drawn]
     found = ["\n".join(table(study, runs)), *pictures] if runs else []
+    single = sum(len(of_arm) == 1 for _, of_arm in by_arm(study, runs))
+    missing = f" {single} arms have one seed only, which says nothing of others." if single else ""
     prose = (
         study.question,
         f"Expected, before the first run: {study.expectation}",
-        f"Found: {study.found}",
-        f"Run with `python -m scripts.evidence {name}`: {number} of {all_runs} runs are here; they took {hours:.1f} hours.",
+        *([f"Found: {study.found}"] if runs else []),
+        f"Run with `python -m scripts.evidence {name}`: {number} of {all_runs} runs are here; they took {hours:.1f} hours."
+        + missing,
     )
     return [f"## {name}", *(textwrap.fill(paragraph, 100) for paragraph in prose), *found]

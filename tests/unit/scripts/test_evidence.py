@@ -7,11 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evidence.runs import MixedResultsError, Run, known_runs, missing, quick, run_all
-from evidence.studies import ACCURACY, STUDIES, Study
+from evidence import machine
+from evidence.machine import refused
+from evidence.runs import MixedResultsError, Run, known_runs, missing, prepare, quick, run_all
+from evidence.studies import ACCURACY, STUDIES, Study, Task
 from evidence.tables import has_collapsed, interval, section
 
 from verl_rc.config.load import load_run_config
+from verl_rc.rollout.fp8_products import Fp8Timings
 
 STUDY = Study("why?", "this", "that", ("common=1",), {"a": ("x=1",), "b": ("x=2",)}, (1, 2), 1.0, ("a", "b"), ("b",))
 
@@ -22,7 +25,7 @@ class Trainer:
     def __init__(self, **ends: int) -> None:
         self.ends, self.started = ends, list[str]()
 
-    def __call__(self, overrides: Sequence[str]) -> int:
+    def __call__(self, overrides: Sequence[str], planted: str) -> int:
         given = dict(text.split("=", 1) for text in overrides)
         name = ("a" if given["x"] == "1" else "b") + given["trainer.seed"]
         self.started.append(name)
@@ -92,3 +95,62 @@ def test_the_interval_covers_seeds_and_prompts() -> None:
 @pytest.mark.parametrize(("values", "fell"), [([0.2, 0.6, 0.55], False), ([0.2, 0.6, 0.45], True), ([], True)])
 def test_a_collapse_is_a_fall_below_the_best(values: list[float], fell: bool) -> None:
     assert has_collapsed(Run("a", 1, [], 0, 1.0, {ACCURACY: list(enumerate(values))})) is fell
+
+
+def test_a_run_says_what_was_planted_and_what_it_started_from(tmp_path: Path) -> None:
+    told = list[str]()
+
+    def start(overrides: Sequence[str], planted: str) -> int:
+        told.append(planted)
+        assert f"actor_rollout_ref.model.path={tmp_path / 'long' / 'sft_model'}" in overrides
+        return 0
+
+    study = replace(STUDY, task=Task("long", {"NUM_HEADS": "6"}), planted={"b": "top_p:0.5"})
+    results = tmp_path / "s.jsonl"
+    list(run_all(study, missing(study, {}), tmp_path, results, start))
+    assert told == ["", "top_p:0.5"] * 2
+    assert len(known_runs(results, study)) == 4
+    for changed in (replace(study, planted={}), replace(study, task=Task("long", {"NUM_HEADS": "4"}))):
+        with pytest.raises(MixedResultsError, match="differ"):
+            known_runs(results, changed)
+
+
+def test_a_model_of_other_settings_is_not_started_from(tmp_path: Path) -> None:
+    (tmp_path / "long" / "sft_model").mkdir(parents=True)
+    (tmp_path / "long" / "sft_model" / "config.json").touch()
+    (tmp_path / "long" / "settings.json").write_text('{"NUM_HEADS": "6"}')
+    prepare(tmp_path, Task("long", {"NUM_HEADS": "6"}))
+    with pytest.raises(MixedResultsError, match="other settings: move it away"):
+        prepare(tmp_path, Task("long", {"NUM_HEADS": "4"}))
+
+
+def test_arms_that_this_machine_cannot_run_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without fp8 products, or without an fp8 cache, refuses: such a run would count as a collapse otherwise."""
+
+    def slow() -> Fp8Timings:
+        return Fp8Timings(bf16=1.0, fp8={"PyTorch's choice": 1e4})
+
+    def without() -> None:
+        raise ValueError("no AVX-512")
+
+    weights, cache = (f"actor_rollout_ref.rollout.{given}" for given in ("quantization=fp8_per_channel", "kv_cache_dtype=fp8"))
+    study = replace(STUDY, arms={"bf16": (), "weights": (weights,), "cache": (cache,), "both": (weights, cache)})
+    arms = list(study.arms)
+    monkeypatch.setattr(machine, "time_fp8_products", slow)
+    monkeypatch.setattr(machine, "require_fp8_cache", lambda: None)
+    assert set(refused(study, arms)) == {"weights", "both"}
+    monkeypatch.setattr(machine, "require_fp8_cache", without)
+    found = refused(study, arms)
+    assert set(found) == set(arms[1:])
+    assert found["cache"] == "no AVX-512"
+
+
+def test_a_partial_study_says_so_and_has_no_empty_column(tmp_path: Path) -> None:
+    assert "Found" not in "".join(section("s", STUDY, {}))
+    run_seed_1 = missing(STUDY, {})[:3]
+    results = tmp_path / "s.jsonl"
+    list(run_all(STUDY, run_seed_1, tmp_path, results, Trainer()))
+    page = "\n".join(section("s", STUDY, known_runs(results, STUDY))).replace("\n", " ")
+    assert "3 of 4 runs are here" in page
+    assert "1 arms have one seed only" in page
+    assert "mean ESS" not in page

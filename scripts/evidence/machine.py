@@ -1,0 +1,24 @@
+"""Which arms of a study this machine can run: fp8 is fast on some CPUs, and thousands of times slower on others."""
+
+from collections.abc import Collection
+
+from evidence.studies import Study
+
+from verl_rc.rollout.fp8_products import require_fp8_cache, time_fp8_products
+
+FP8_WEIGHTS, FP8_CACHE = "actor_rollout_ref.rollout.quantization=fp8", "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
+"""How overrides begin that make engines compute in fp8, and keep what they computed."""
+
+
+def refused(study: Study, arms: Collection[str]) -> dict[str, str]:
+    """Why each arm that this machine cannot run at a bearable speed is not to be run here, by arm."""
+    reasons: dict[str, str] = {}
+    for start, check in ((FP8_WEIGHTS, lambda: time_fp8_products().implementation), (FP8_CACHE, require_fp8_cache)):
+        needing = [arm for arm in arms if any(given.startswith(start) for given in (*study.common, *study.arms[arm]))]
+        if not needing:
+            continue
+        try:
+            check()
+        except ValueError as error:
+            reasons |= {arm: str(error) for arm in needing}
+    return reasons
