@@ -26,7 +26,6 @@ FAULT_ROWS = frozenset({*range(1, 11), *range(12, 16), 18, 19})
 """Rows of the table of causes that no correction repairs."""
 FEWEST_PROMPTS = 32
 _SMALLEST_BATCH = 0.5
-_CONFIDENCE = 0.05
 _LEVELS: Sequence[str | None] = (None, "token", "prefix", "sequence", "geometric")
 _SHOWN = ("effective_batch", "ess_rows", "clipped", "rejected_tokens", "rejected_rows", "norm", "cosine")
 
@@ -117,7 +116,7 @@ def answer(
 
 
 def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
-    """The simplest preset whose error is not clearly above the smallest, and a reason for each simpler one that is not."""
+    """The simplest preset whose error is not above the smallest in most draws, and a reason for each simpler one that is not."""
     able = [one for one in estimates if one.columns["effective_batch"].value > _SMALLEST_BATCH]
     if not able:
         return None, ["Weights and rejection leave less than half of the batch with every one of them."]
@@ -128,22 +127,26 @@ def recommend(estimates: Sequence[Estimate]) -> tuple[str | None, list[str]]:
             reasons.append(
                 f"{one.name}: weights and rejection leave {one.columns['effective_batch'].value:.0%} of the batch."
             )
-        elif _is_clearly_above(one, best):
+        elif _is_mostly_above(one, best):
             reasons.append(
                 f"{one.name}: its update is further from the reference (error {one.error.value:.3g}, {best.name} "
                 f"{best.error.value:.3g})."
             )
         else:
-            reasons.append(f"{one.name}: the simplest whose error is not clearly above the smallest ({best.error.value:.3g}).")
+            smallest = f"the smallest ({best.error.value:.3g}) in most draws"
+            reasons.append(f"{one.name}: the simplest whose error is not above {smallest}.")
             return one.name, reasons
-    raise AssertionError("the best one is not clearly above itself")
+    raise AssertionError("the best one is not above itself")
 
 
-def _is_clearly_above(one: Estimate, best: Estimate) -> bool:
-    """Whether the error is above the best one's in 95 % of the draws, which are the same for both."""
+def _is_mostly_above(one: Estimate, best: Estimate) -> bool:
+    """Whether the error is above the best one's in more than half of the draws, which are the same for both.
+
+    To ask for 95 % of them chose too little correction from the few rows that a run records (docs/evidence.md, bill).
+    """
     differences = one.error_draws[1:] - best.error_draws[1:]
     differences = differences[differences.isfinite()]
-    return bool(len(differences)) and float((differences <= 0).double().mean()) < _CONFIDENCE
+    return bool(len(differences)) and float((differences > 0).double().mean()) > 0.5
 
 
 def _complexity(one: Estimate) -> tuple[int, int, int, bool, str]:
