@@ -111,7 +111,7 @@ CAUSES = (
         f"{_MISSING}, R² > {BOUNDS.temperature_r2:g} and ≤ {BOUNDS.raw_r2:g}",
         "The engine never samples a token that the trainer expects: {missing_mass:.1%} of its probability is missing, most where "
         "others are unlikely (R² {temperature_r2:.2f}), z {z:.0f}",
-        f"Look at min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. {NO_CORRECTION}",
+        f"Look at min_p, min_tokens, stop, ignore_eos and logit bias: drop them, or mirror them in the trainer. {NO_CORRECTION}",
     ),
     Cause(
         7,
