@@ -10,12 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from evidence import bill
 from evidence.machine import refused
 from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, quick, run_all, start_trainer
 from evidence.studies import STUDIES
 from evidence.tables import FALL, accuracies, draw, section
 
 PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence"
+BILLS = RESULTS / "bill.jsonl"
 HEAD = f"""# Evidence
 
 What happens when rollout and trainer disagree, and what each correction does about it: runs of this
@@ -32,19 +34,24 @@ def write_page() -> None:
         if runs:
             draw(name, study, runs, RESULTS)
         blocks += section(name, study, runs)
+    if bills := bill.read_bills(BILLS):
+        blocks += bill.section(bills, known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY]))
     PAGE.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
 
 
 def main() -> int:
     """Run what is missing of a study and write the page."""
     parser = argparse.ArgumentParser(prog="python -m scripts.evidence", description=__doc__)
-    parser.add_argument("name", choices=[*STUDIES, "page"], help="a study, or 'page' to write docs/evidence.md alone")
+    parser.add_argument("name", choices=[*STUDIES, "bill", "page"], help="a study; 'page' writes docs/evidence.md alone")
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: k8 disabled")
     parser.add_argument("--quick", action="store_true", help="one seed of the arms that show the sign of the effect")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept")
     given = parser.parse_args()
     try:
-        if given.name != "page":
+        if given.name == "bill":
+            known = known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY])
+            bill.write_bills(BILLS, list(bill.bills_of(given.folder / bill.STUDY, known)))
+        elif given.name != "page":
             study, results = STUDIES[given.name], RESULTS / f"{given.name}.jsonl"
             known = known_runs(results, study)
             todo = quick(study, known) if given.quick else missing(study, known, given.words)
