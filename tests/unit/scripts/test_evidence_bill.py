@@ -4,7 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evidence.bill import Bill, bills_of, correlations, interval_of_mean, outcomes, rank_correlation, read_bills, section, write_bills
+from evidence.bill import (
+    Bill,
+    bills_of,
+    correlations,
+    interval_of_mean,
+    outcomes,
+    rank_correlation,
+    read_bills,
+    section,
+    write_bills,
+)
 from evidence.runs import Run
 from evidence.studies import ACCURACY, CORRECTIONS
 from recorded_tokens import token_record, write_tokens

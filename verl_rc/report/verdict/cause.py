@@ -57,10 +57,14 @@ def _misses_mass(step: Step, least: float, most: float) -> bool:
 
 
 def _is_temperature(step: Step) -> bool:
-    """Whether a temperature explains a clear part of the gap, and rounding may be the rest: another model moves tails too."""
+    """Whether a temperature explains a clear part of the gap, and nearly all of it, or all but what rounding may make.
+
+    Another model moves the tails of distributions, too.
+    """
     is_clear = abs(step["temperature_z"]) > BOUNDS.temperature_z and abs(step["temperature_slope"]) > BOUNDS.temperature_slope
     left = step["logit_noise"] * math.sqrt(max(1 - step["temperature_r2"], 0.0))
-    return is_clear and step["temperature_r2"] > BOUNDS.temperature_r2 and left <= BOUNDS.implausible_noise
+    is_all = step["temperature_r2"] > BOUNDS.raw_r2 or left <= BOUNDS.implausible_noise
+    return is_clear and step["temperature_r2"] > BOUNDS.temperature_r2 and is_all
 
 
 CAUSES = (
@@ -129,7 +133,7 @@ CAUSES = (
         ("temperature_z", *_SLOPE, "logit_noise"),
         _is_temperature,
         f"|temperature z| > {BOUNDS.temperature_z:g}, |slope| > {BOUNDS.temperature_slope:g}, R² > {BOUNDS.temperature_r2:g}, "
-        f"logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g}",
+        f"logit noise · √(1 - R²) ≤ {BOUNDS.implausible_noise:g} or R² > {BOUNDS.raw_r2:g}",
         "The engine samples at temperature {other:.2f}, the trainer scores at {temperature:.2f}: slope {temperature_slope:.3f}, "
         "which explains {temperature_r2:.0%} of the gap",
         f"Set both to one value; if they are equal, look for a repetition penalty. {NO_CORRECTION}",
@@ -150,17 +154,13 @@ CAUSES = (
     Cause(
         12,
         "few tokens are others than sampled",
-        ("concentration", "logit_noise", "logit_noise_floor"),
-        lambda step: (
-            step["concentration"] > BOUNDS.concentration
-            # The floor is no measure where tokens were others from the first step on.
-            and step["logit_noise"] > min(BOUNDS.above_floor * step["logit_noise_floor"], BOUNDS.implausible_noise)
-        ),
-        f"concentration > {BOUNDS.concentration:g}, logit noise > {BOUNDS.above_floor:g} times its floor or "
-        f"> {BOUNDS.implausible_noise:g}",
+        ("concentration", "logit_noise"),
+        # Where a policy is nearly certain of most tokens, rounding too is that of a few: noise must be more than rounding makes.
+        lambda step: step["concentration"] > BOUNDS.concentration and step["logit_noise"] > BOUNDS.implausible_noise,
+        f"concentration > {BOUNDS.concentration:g}, logit noise > {BOUNDS.implausible_noise:g}",
         f"{100 * BOUNDS.largest_share:g} %"
-        " of the tokens make {concentration:.0%} of the squared gap, and logit noise is {logit_noise:.3f} after "
-        "{logit_noise_floor:.3f} at the start",
+        " of the tokens make {concentration:.0%} of the squared gap, and logit noise is {logit_noise:.3f}, more than rounding "
+        "makes",
         "Compare the ids of the worst rows with the sampled ones: decode and encode, templates.",
     ),
 )

@@ -486,13 +486,22 @@ def _precision(run: RunData) -> str | None:
 
 
 def _size_of_gap(run: RunData) -> Statement:
-    """Rows 11 and 20: no rule speaks; as at the start, or larger."""
+    """Rows 11 and 20: no rule speaks; as at the start, or larger by every measure, or much larger by one.
+
+    Where a policy grows certain, rounding moves into a few tokens: in 1,000 healthy steps sqrt(k3) doubled while the mean fell.
+    """
     measures = _measures(run)
+    grown = []
     for gap, unit in measures:
         change, first = change_of(gap), _at_the_start(gap)
         if change is not None and change.is_clear and change.last.value > BOUNDS.above_floor * first:
-            return _grown({"first": first, "gap": change.last.value}, unit, change.last.steps)
-    return _rounding(*measures[0]) if measures else _not_measured(run)
+            grown.append(_grown({"first": first, "gap": change.last.value}, unit, change.last.steps))
+    if not measures:
+        return _not_measured(run)
+    worst = max(grown, key=lambda said: said.evidence["gap"] / said.evidence["first"], default=None)
+    if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
+        return worst
+    return _rounding(*measures[0])
 
 
 def _measures(run: RunData) -> list[tuple[Series, str]]:

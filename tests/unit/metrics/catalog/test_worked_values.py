@@ -696,7 +696,8 @@ def signatures_of_causes():
 @example
 def the_third_step_of_an_engine_at_another_temperature():
     """Logit noise was 0.02 and 0.04 in the first two steps, and the second was at the temperature, too."""
-    cooler = under("rollout_corr/", {"missing_mass": 0, "temperature_slope": -0.1, "temperature_r2": 0.9, "temperature_z": -99})
+    signs = {"missing_mass": 0, "temperature_slope": -0.1, "temperature_r2": 0.9, "temperature_z": -99, "logit_noise": 0.2}
+    cooler = under("rollout_corr/", signs)
     history = CauseHistory({"temperature": CauseEpisode(2, 2)}, (0.02, 0.04))
     _, further, _ = judge_causes(cooler, 3, history, temperature=1.0)
     return further, {"alerts/cause": 1, "rollout_corr/logit_noise_floor": 0.03}

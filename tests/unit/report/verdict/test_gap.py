@@ -351,7 +351,8 @@ def test_row_18_in_the_real_loop():
 @pytest.mark.parametrize(("times", "level"), [(3.0, "notice"), (5.5, "fault")])
 def test_row_20_is_a_fault_from_four_times_the_first_gap(times, level):
     gap = wave(0.015, 0.0, 8) + wave(0.015 * times, 0.01, STEPS - 8)
-    assert only(judge_gap(planted({"sync/rollout_gap_mean": gap}))).level == level
+    k3 = [value**2 for value in gap]
+    assert only(judge_gap(planted({"sync/rollout_gap_mean": gap, K3: k3, K1: k3}))).level == level
 
 
 @pytest.mark.parametrize(("times", "row"), [(1.7, 11), (2.6, 20)])
@@ -362,11 +363,12 @@ def test_row_20_begins_at_twice_the_first_gap(times, row):
     assert found.level == ("good" if row == 11 else "notice")
 
 
-def test_row_20_sees_rare_tokens_that_the_mean_gap_does_not():
-    k3 = [value**2 for value in ramp(0.014, 0.05)]
-    run = planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS, "sync/rollout_gap_mean": wave(0.015)})
-    assert only(judge_gap(run)).row == 20
-    assert "(sqrt(k3))" in only(judge_gap(run)).text
+@pytest.mark.parametrize(("last", "row"), [(0.054, 11), (0.062, 20)])  # 3.7 and 4.2 times over the last steps
+def test_row_20_sees_rare_tokens_that_the_mean_gap_does_not_where_they_are_far_off(last, row):
+    k3 = [value**2 for value in ramp(0.014, last)]
+    found = only(judge_gap(planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS, "sync/rollout_gap_mean": wave(0.015)})))
+    assert found.row == row
+    assert ("(sqrt(k3))" in found.text) == (row == 20)
     assert "mean |log-ratio|" in only(judge_gap(planted({"sync/rollout_gap_mean": wave(0.015)}))).text
 
 
