@@ -1,6 +1,8 @@
 """Replays of recorded tokens: what is measured is what a plain model computes, and a planted fault is the one that is named."""
 
 import json
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_rc.checkpoint import CheckpointStore
 from verl_rc.config.load import save_resolved_config
+from verl_rc.data.token_record import FOLDER, record_files
 from verl_rc.driver.replay import DiagnosisRequest, NothingToReplayError, diagnose, diagnosis
 from verl_rc.driver.replay.rows import RecordedRows
 from verl_rc.report.run_folder import read_run
@@ -99,6 +102,19 @@ def test_a_healthy_run_is_reproduced_and_no_fault_is_named(kept: dict[str, Path]
     assert record.numbers["alone"] < 1e-5
     assert not [one for one in found.statements if one.level == "fault"]
     assert set(found.seconds) == set(TRAINER)
+
+
+def test_what_was_replayed_before_is_kept_until_its_step_is_made_again(kept: dict[str, Path]) -> None:
+    train = log_probs(kept["later"], PROMPTS)
+    folder = run_with(kept, train, noisy(train), steps=(4, 5))
+    diagnose(DiagnosisRequest(folder, ("R1",)))
+    found = diagnose(DiagnosisRequest(folder, ("R2",), first_step=5)).replayed
+    assert [(one.step, {"alone", "precision"} <= one.numbers.keys()) for one in found] == [(5, True)]
+    later = time.time() + 60
+    os.utime(next(path for step, path in record_files(folder / FOLDER) if step == 4), (later, later))
+    found = diagnose(DiagnosisRequest(folder, ("R4",), first_step=5)).replayed
+    assert [one.step for one in found] == [5]
+    assert [one["step"] for one in json.loads((folder / "diagnosis.json").read_text())["replayed"]] == [5]
 
 
 def test_old_weights_are_found_and_stand_in_the_report(kept: dict[str, Path]) -> None:

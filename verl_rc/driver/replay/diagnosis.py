@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_rc.config.models import torch_name
 from verl_rc.config.run import RunConfig
+from verl_rc.data.token_record import FOLDER, record_files
 from verl_rc.data.tokenize import load_tokenizer
 from verl_rc.driver.replay.engine import ReplayEngine
 from verl_rc.driver.replay.rows import RecordedRows, chosen, read_rows
 from verl_rc.driver.replay.trainer import TrainerReplay, wrong_inputs
 from verl_rc.driver.replay.weights import KeptWeights, config_of
-from verl_rc.metrics.bounds import BOUNDS
+from verl_rc.metrics.bounds import BOUNDS, PLAUSIBLE_NOISE
 from verl_rc.report.run_folder import DIAGNOSIS, read_run
 from verl_rc.report.run_folder.records import LARGEST_STEP
 from verl_rc.report.verdict import judge
@@ -104,10 +106,20 @@ def diagnose(request: DiagnosisRequest) -> Diagnosis:
     with tempfile.TemporaryDirectory() as scratch:
         session = _Session(request, config, KeptWeights(config, request.folder, Path(scratch)))
         session.replay()
-    known = merged(replayed_records(run.replays), session.found)
-    found = Diagnosis(tuple(ranked(said, judge_replays(known))), tuple(known), session.seconds, tuple(session.notes))
-    (request.folder / DIAGNOSIS).write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
-    return found
+    whole = session.diagnosis(said, merged(_still_of_the_run(request.folder, replayed_records(run.replays)), session.found))
+    (request.folder / DIAGNOSIS).write_text(json.dumps(whole.as_json(), indent=1) + "\n", encoding="utf-8")
+    return session.diagnosis(
+        said, [record for record in whole.replayed if request.first_step <= record.step <= request.last_step]
+    )
+
+
+def _still_of_the_run(folder: Path, earlier: Sequence[ReplayedRecord]) -> list[ReplayedRecord]:
+    """Replays of token records that are there and were not written since: a resumed run may have made a step again."""
+    if not earlier:
+        return []
+    made = (folder / DIAGNOSIS).stat().st_mtime
+    written = {step: path.stat().st_mtime for step, path in record_files(folder / FOLDER)}
+    return [record for record in earlier if written.get(record.step, math.inf) <= made]
 
 
 class _Session:
@@ -133,6 +145,10 @@ class _Session:
             numbers = {**record.numbers, **found.numbers}
             self.found.append(replace(record, numbers=numbers, parts=_parts(rows, scores, version, found)))
 
+    def diagnosis(self, said: Sequence[Statement], known: Sequence[ReplayedRecord]) -> Diagnosis:
+        """The causes that metrics ``said`` and those that replays name."""
+        return Diagnosis(tuple(ranked(said, judge_replays(known))), tuple(known), self.seconds, tuple(self.notes))
+
     def _by_trainer(self, rows: RecordedRows) -> tuple[ReplayedRecord, dict[int, Tensor]]:
         """What the trainer's code measures; log-probs by version of the weights."""
         scores: dict[int, Tensor] = {}
@@ -146,8 +162,9 @@ class _Session:
                 numbers["alone"] = rows.rms(own.score(rows.tokens, alone=True), clean)
                 mistakes = self._mistakes(own, rows, clean)
                 numbers |= mistakes.numbers
-            if self._config.actor_rollout_ref.actor.fsdp_config.dtype != "float32":  # other batches round otherwise
-                numbers["noise"] = numbers["alone"]
+        precision = torch_name(self._config.actor_rollout_ref.actor.fsdp_config.dtype)
+        if precision != "float32":  # other batches round otherwise there
+            numbers["noise"] = numbers.get("alone", PLAUSIBLE_NOISE[precision])
         if "R4" in self._wanted:
             with self._timed("R4"):
                 numbers["retokenised"] = self._retokenised(rows)
@@ -217,13 +234,19 @@ class _Session:
                 of_record.numbers["kernels"] = rows.rms(exact, of_record.plain)
 
     def _mistakes(self, own: TrainerReplay, rows: RecordedRows, clean: Tensor) -> "_Mistakes":
-        found = _Mistakes()
-        for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, self._tokenizer.pad_token_id):
-            scored = own.score(tokens)
-            if rows.train is not None and rows.rms(rows.train, clean) > max(_SAME, 10 * rows.rms(rows.train, scored)):
+        found, padding = _Mistakes(), self._tokenizer.pad_token_id
+        mistaken = {name: own.score(tokens) for name, tokens in wrong_inputs(rows, self._config.data.max_prompt_length, padding)}
+
+        def nearest(recorded: Tensor) -> tuple[float, str]:
+            return min((rows.rms(recorded, scored), name) for name, scored in mistaken.items())
+
+        if rows.train is not None:
+            left, name = nearest(rows.train)
+            if rows.rms(rows.train, clean) > max(_SAME, 10 * left):
                 found.of_trainer = name
-            left = rows.rms(rows.rollout, scored)
-            # The engine rounds, too: its log-probs never come out to the last digits.
+        if rows.version == rows.trainer_version:  # other weights would be in the comparison, too
+            left, name = nearest(rows.rollout)
+            # The engine rounds: its log-probs never come out to the last digits.
             if rows.rms(rows.rollout, clean) > BOUNDS.far_above_floor * left:
                 found.of_engine, found.numbers["engine_reproduced"] = name, left
         return found

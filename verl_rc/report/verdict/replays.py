@@ -97,13 +97,14 @@ def merged(earlier: Sequence[ReplayedRecord], later: Sequence[ReplayedRecord]) -
     for record in later:
         before = records.get(record.step)
         if before is not None and before.tokens == record.tokens:
+            mistakes = record if "alone" in record.numbers else before  # where R1 was made last
             record = replace(
                 record,
                 parts=max(record.parts, before.parts, key=len),
                 versions={**before.versions, **record.versions},
                 numbers={**before.numbers, **record.numbers},
-                reproduced_by=record.reproduced_by or before.reproduced_by,
-                engine_reproduced_by=record.engine_reproduced_by or before.engine_reproduced_by,
+                reproduced_by=mistakes.reproduced_by,
+                engine_reproduced_by=mistakes.engine_reproduced_by,
             )
         records[record.step] = record
     return [records[step] for step in sorted(records)]
@@ -217,7 +218,7 @@ def _older_weights(records: Sequence[ReplayedRecord]) -> Statement | None:
 
 def _engines_inputs(records: Sequence[ReplayedRecord]) -> Statement | None:
     """The engine's log-probs come out with a mistake in its inputs."""
-    seen = [record for record in records if record.engine_reproduced_by]
+    seen = [record for record in records if record.engine_reproduced_by and "engine_reproduced" in record.numbers]
     if not seen:
         return None
     worst = max(seen, key=lambda record: record.versions[record.version])
@@ -241,19 +242,20 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
 
     Too far is farther than at the start, or from the start on farther than rounding of the engine makes.
     """
-    rests = sorted((record.step, record) for record in records if "rest" in record.parts and "engine" in record.parts)
-    first = rests[0][1].parts["rest"].size if rests else 0.0
-    seen = []
-    for _, record in rests:
+    rests = sorted((record for record in records if {"rest", "engine"} <= record.parts.keys()), key=lambda record: record.step)
+    seen, firsts = [], {}
+    for record in rests:
         rest, rounding = record.parts["rest"], _rounding_of(record)
+        # What is the rest depends on what else was replayed.
+        first = firsts.setdefault(frozenset(record.parts), rest.size)
         bound = min(BOUNDS.above_floor * first, BOUNDS.far_above_floor * rounding)
         if rest.share > BOUNDS.part_share and rest.size > max(bound, BOUNDS.reproduced):
             seen.append(record)
     if not seen:
         return None
     worst = max(seen, key=lambda record: record.parts["rest"].size)
-    evidence = {"size": worst.parts["rest"].size, "share": worst.parts["rest"].share, "first": first, "step": worst.step}
-    evidence["rounding"] = _rounding_of(worst)
+    evidence = {"size": worst.parts["rest"].size, "share": worst.parts["rest"].share, "step": worst.step}
+    evidence |= {"first": firsts[frozenset(worst.parts)], "rounding": _rounding_of(worst)}
     return say(
         "gap",
         OTHER_ENGINE,
@@ -279,7 +281,8 @@ def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
     seen = []
     for record in records:
         part, kernels = record.parts.get("engine"), record.numbers.get("kernels", 0.0)
-        if part is not None and part.share > BOUNDS.part_share and kernels > BOUNDS.reproduced:
+        # Without a part of its own precision is in this one.
+        if part is not None and "precision" in record.parts and part.share > BOUNDS.part_share and kernels > BOUNDS.reproduced:
             seen.append(record)
     if not seen:
         return None

@@ -70,6 +70,13 @@ def test_another_engine_is_one_that_was_nearer_at_the_start(size: float, share: 
     assert causes(HEALTHY, with_part("rest", size, share)) == [OTHER_ENGINE] * names
 
 
+def test_rests_beside_other_replays_are_not_compared() -> None:
+    with_decode = with_part("rest", 0.0003, 0.01, step=1)
+    with_decode = replace(with_decode, parts={**with_decode.parts, "decode": Part(0.01, 0.2)})
+    assert causes(with_decode, with_part("rest", 0.01, 0.3)) == []
+    assert causes(with_part("rest", 0.0003, 0.01, step=1), with_part("rest", 0.01, 0.3)) == [OTHER_ENGINE]
+
+
 @pytest.mark.parametrize(("size", "share", "names"), [(0.121, 0.16, True), (0.119, 0.9, False), (0.5, 0.14, False)])
 def test_or_one_that_is_farther_than_rounding_from_the_start_on(size: float, share: float, names: bool) -> None:
     always = with_part("rest", size, share, step=1)
@@ -108,6 +115,7 @@ def test_what_other_replays_measured_of_a_step_is_kept() -> None:
         reproduced_by="padding",
     )
     assert merged([by_engine], [by_trainer])[0].parts == by_engine.parts  # the finer ones
+    assert merged([by_trainer], [replace(by_trainer, reproduced_by="")])[0].reproduced_by == ""  # R1 was made again
     other_rows = replace(by_engine, tokens=9)
     assert merged([by_trainer, replace(by_trainer, step=8)], [other_rows]) == [other_rows, replace(by_trainer, step=8)]
 
@@ -143,6 +151,8 @@ def test_a_stale_cache_is_said_alone_and_not_where_older_weights_explain_as_much
 @pytest.mark.parametrize(("kernels", "share", "names"), [(0.0011, 0.16, True), (0.0009, 0.9, False), (0.5, 0.14, False)])
 def test_code_that_differs_in_float32_is_no_rounding(kernels: float, share: float, names: bool) -> None:
     record = replace(with_part("engine", 0.03, share), numbers={**HEALTHY.numbers, "kernels": kernels})
+    assert causes(record) == []  # precision is in the engine's part: R6 was made by itself
+    record = replace(record, parts={**record.parts, "precision": Part(0.03, 0.1)})
     assert causes(record) == [OTHER_CODE] * names
     assert causes(with_part("engine", 0.03, share)) == []  # R6 was not asked for
 
