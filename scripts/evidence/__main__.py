@@ -50,7 +50,9 @@ def main() -> int:
     try:
         if given.name == "bill":
             known = known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY])
-            bill.write_bills(BILLS, list(bill.bills_of(given.folder / bill.STUDY, known)))
+            found_bills = list(bill.bills_of(given.folder / bill.STUDY, known))
+            print(f"{len(found_bills)} of {len(known)} runs have records below {given.folder / bill.STUDY}", flush=True)
+            bill.write_bills(BILLS, found_bills)
         elif given.name != "page":
             study, results = STUDIES[given.name], RESULTS / f"{given.name}.jsonl"
             known = known_runs(results, study)

@@ -17,8 +17,8 @@ class ModelConfig(StrictModel):
     use_remove_padding: bool = True
     """Pack the real tokens of a micro-batch instead of padding every row to the longest."""
     enable_gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about a third more time. Null: on GPUs; on a CPU time is
-    scarcer than memory."""
+    """Recompute activations in the backward pass: less memory, about a third more time. Null: true on GPUs, false on a
+    CPU, where time is scarcer than memory."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Off unless you trust its author."""
     lora_rank: int = Field(0, ge=0)

@@ -62,15 +62,17 @@ def test_the_page_counts_old_samples_alone() -> None:
     fresh = bill((1.0, 3.0, 2.0, 4.0), "k0 disabled lr1", "disabled")
     text = " ".join("\n".join(section([fresh, bill((4.0, 2.0, 3.0, 1.0))], RUNS)).split())
     assert "of 1 runs with old samples the mean rank correlation is 1.00" in text
-    assert "learned 0.320 on average, no correction 0.120" in text
+    assert "learned 0.320 on average and the most in 0 of the runs; no correction learned 0.120" in text
+    assert "clip everywhere 0.420" in text
     assert "| k4 lr1 | 1 | 4.0000, 0.120 | 2.0000, 0.320 | 3.0000, 0.220 | 1.0000, 0.420 | 1.00 | 0.320 |" in text
     assert text.index("| k0 lr1 |") < text.index("| k4 lr1 |")
 
 
 def test_the_interval_of_a_mean_holds_it() -> None:
-    low, high = interval_of_mean([0.0, 1.0] * 50)
+    low, high = interval_of_mean([[0.0], [1.0]] * 50)
     assert 0.4 < low < 0.45  # 0.5 - 1.64 * 0.05
     assert 0.55 < high < 0.6
+    assert interval_of_mean([[0.0, 1.0] * 50]) == (0.5, 0.5)  # of one group nothing is known of others
 
 
 def test_only_runs_with_records_have_a_bill(tmp_path: Path) -> None:
@@ -81,5 +83,6 @@ def test_only_runs_with_records_have_a_bill(tmp_path: Path) -> None:
     found = list(bills_of(tmp_path, RUNS))
     assert [(one.arm, one.seed, sorted(one.errors)) for one in found] == [("k4 disabled lr1", 1, sorted(CORRECTIONS))]
     write_bills(tmp_path / "bill.jsonl", found)
+    write_bills(tmp_path / "bill.jsonl", [])
     assert read_bills(tmp_path / "bill.jsonl") == found
     assert read_bills(tmp_path / "none.jsonl") == []
