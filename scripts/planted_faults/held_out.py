@@ -94,7 +94,7 @@ _TRAINER = "the trainer scores other inputs or with noise"
 _ENGINE = "the engine had other prompts, sampling, cache or weights"
 _OTHER_TOKENS = "not the sampled tokens, or not their log-probs"
 RIGHT: Mapping[str, tuple[str, ...]] = {
-    "rope base of the engine": (_ENGINE,),
+    "rope base of the engine": (_ENGINE, "the engine's code computes otherwise than the trainer's"),
     "key heads exchanged": (_ENGINE,),
     # What the report says to a temperature names a repetition penalty as the next thing to look for.
     "presence penalty": (_ENGINE, "temperature", "sampled from another distribution than reported"),
@@ -105,7 +105,7 @@ RIGHT: Mapping[str, tuple[str, ...]] = {
     "logits in bf16": (_TRAINER,),
 }
 """Causes of the doctor that lead to the remedy: written after its rules were read, before any of these runs was judged; the
-causes with prompts and sampling in their names came with the rules of 2026-11-23."""
+causes with prompts, sampling and code in their names came later."""
 
 
 def held_out_fault(arm: str) -> Fault:
