@@ -6,6 +6,16 @@ from dataclasses import dataclass, field
 ACCURACY = "val-core/digits/acc/mean@1"
 """What arms are compared by: greedy accuracy on the validation prompts."""
 CORRECTIONS = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip")
+FURTHER_CORRECTIONS = (*CORRECTIONS, "decoupled_token_icepop", "decoupled_geo_rs_token_tis")
+ROLLOUT = "actor_rollout_ref.rollout"
+_FP8_WEIGHTS, _FP8_CACHE = f"{ROLLOUT}.quantization=fp8_per_channel", f"{ROLLOUT}.kv_cache_dtype=fp8"
+ENGINES: Mapping[str, tuple[str, ...]] = {
+    "fp8both": (_FP8_WEIGHTS, _FP8_CACHE),
+    "fp8kv": (_FP8_CACHE,),
+    "fp8w": (_FP8_WEIGHTS,),
+    "bf16": (),
+}
+"""Overrides of an engine by its name, the widest gap first."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,22 @@ class Task:
 
 
 QUICKSTART = Task("", {})
+LONG = Task(
+    "long",
+    # Heads of 32, for an fp8 cache.
+    {
+        "NUM_HEADS": "6",
+        "DIGITS_OPTIONS": "--length 48 --num_sft 65536",
+        "SFT_OPTIONS": "trainer.total_training_steps=600 trainer.test_freq=10 trainer.stop_at_accuracy=0.25",
+    },
+)
+"""Sorting 48 digits: answers of 49 tokens."""
+LONG_RUN = (
+    *("task=digits", "hardware=cpu", "data.max_prompt_length=56", "data.max_response_length=56"),
+    *("trainer.total_training_steps=40", "trainer.test_freq=10", "trainer.save_freq=-1", "trainer.report=never"),
+    *("actor_rollout_ref.actor.optim.lr=1e-4", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"),
+)
+"""Overrides of every run on the long task: twice the usual learning rate, at which a gap that nothing corrects can do harm."""
 
 
 @dataclass(frozen=True)
@@ -79,4 +105,63 @@ def _staleness() -> Study:
     )
 
 
-STUDIES: Mapping[str, Study] = {"staleness": _staleness()}
+def _quantised() -> Study:
+    arms = {f"{engine} {correction}": (f"correction={correction}", *given)
+            for engine, given in ENGINES.items() for correction in FURTHER_CORRECTIONS}  # fmt: skip
+    for correction in ("disabled", "decoupled_token_is"):
+        arms[f"fp32 {correction}"] = (f"correction={correction}", f"{ROLLOUT}.dtype=float32")
+    return Study(
+        question="Engines compute in bf16, with fp8 weights, with an fp8 key-value cache, or with both, and answers have 49 "
+        "tokens. What does that cost, and what does correction give back? Control: an engine in float32, which "
+        "computes as the trainer does.",
+        expectation="In bf16 all corrections learn alike. The gap grows with fp8 weights, more with the fp8 cache, and most "
+        "with both. There the arm without correction ends lower than token weights, in every seed; sequence weights "
+        "learn slower, for their ESS is small at 49 tokens; the geometric band rejects nearly every answer and "
+        "learns next to nothing. IcePop's band and bypass mode's clip end near token weights. In float32 the arm "
+        "without correction and token weights agree within what seeds differ by.",
+        found="",
+        common=LONG_RUN,
+        arms=arms,
+        seeds=(1, 2, 3),
+        minutes=5,
+        figures=(*ENGINES, "fp32"),
+        quick=("fp8both disabled", "fp8both decoupled_token_is"),
+        task=LONG,
+    )
+
+
+def _sampling_faults() -> Study:
+    faults = {
+        "none": ("", ()),
+        "temperature0.98": ("temperature:0.98", ()),
+        "temperature0.9": ("temperature:0.9", ()),
+        "top-p0.95": ("top_p:0.95", ()),
+        "raw-at-0.7": ("report_raw", (f"{ROLLOUT}.temperature=0.7",)),
+    }
+    corrections = ("disabled", "decoupled_token_is", "decoupled_seq_is")
+    pairs = [(fault, correction) for fault in faults for correction in corrections]
+    return Study(
+        question="The engine samples otherwise than the trainer was told: at another temperature, behind a filter that the "
+        "trainer does not mirror, or it reports log-probs of another distribution than it sampled from. What can "
+        "correction repair?",
+        expectation="At a temperature off by 2 % all arms learn alike. At 10 % the arm without correction falls behind, and "
+        "weights repair it: the reported log-probs are those that were sampled from. Behind a filter of 0.95 "
+        "weights repair what was sampled, and not what never is. Raw log-probs at a temperature of 0.7 mislead "
+        "weights: with them a run learns no better than without.",
+        found="",
+        common=(*LONG_RUN, f"{ROLLOUT}.dtype=bfloat16"),
+        arms={f"{fault} {correction}": (f"correction={correction}", *faults[fault][1]) for fault, correction in pairs},
+        seeds=(1, 2, 3),
+        minutes=5,
+        figures=corrections,
+        quick=("temperature0.9 disabled", "temperature0.9 decoupled_token_is"),
+        task=LONG,
+        planted={f"{fault} {correction}": faults[fault][0] for fault, correction in pairs},
+    )
+
+
+STUDIES: Mapping[str, Study] = {
+    "staleness": _staleness(),
+    "quantised": _quantised(),
+    "sampling_faults": _sampling_faults(),
+}
