@@ -243,7 +243,8 @@ def _other_engine(records: Sequence[ReplayedRecord]) -> Statement | None:
     Too far is farther than at the start, or from the start on farther than rounding of the engine makes.
     """
     rests = sorted((record for record in records if {"rest", "engine"} <= record.parts.keys()), key=lambda record: record.step)
-    seen, firsts = [], {}
+    seen = []
+    firsts: dict[frozenset[str], float] = {}
     for record in rests:
         rest, rounding = record.parts["rest"], _rounding_of(record)
         # What is the rest depends on what else was replayed.
