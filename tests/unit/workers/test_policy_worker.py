@@ -9,7 +9,6 @@ import torch
 from host_reads import HostReads
 from small_models import make_train_batch, small_run_config
 
-from verl_rc.config.models import recomputes_activations
 from verl_rc.data.batches import TrainBatch, positions_mask
 from verl_rc.data.microbatch import MicroBatchLimit, assign_rows
 from verl_rc.distributed.process_group import RankAddress
@@ -48,14 +47,6 @@ def gradient(worker: PolicyWorker, batch: TrainBatch, micro_batches: list[list[i
 def assert_same_gradient(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert expected.norm() > 0
     assert float((actual - expected).norm() / expected.norm()) <= 1e-5
-
-
-def test_a_cpu_recomputes_no_activations_unless_it_is_told_to(worker: PolicyWorker, model_folder: Path) -> None:
-    assert not worker.model.module.is_gradient_checkpointing
-    told = small_run_config(model_folder, "actor_rollout_ref.model.enable_gradient_checkpointing=True")
-    for model in (told.actor_rollout_ref.model, told.critic.model):
-        assert recomputes_activations(model, on_gpus=False)
-    assert recomputes_activations(small_run_config(model_folder).critic.model, on_gpus=True)
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)

@@ -106,6 +106,14 @@ def test_a_role_does_not_notice_the_others(with_dropout: Path) -> None:
     assert not torch.equal(together["actor's weights"], together["reference's weights"])
 
 
+@pytest.mark.parametrize("told", [(), ("actor_rollout_ref.model.enable_gradient_checkpointing=True",)])
+def test_a_cpu_recomputes_activations_only_where_it_is_told_to(model_folder: Path, told: Sequence[str]) -> None:
+    rank = start(model_folder, "actor", "critic", more=told)
+    modules = [rank._workers[role].model.module for role in ("actor", "critic")]
+    assert [module.is_gradient_checkpointing for module in modules] == [bool(told)] * 2
+    rank.close()
+
+
 def test_the_seed_of_the_run_decides_how_adapters_start(model_folder: Path) -> None:
     def adapters(seed: int) -> torch.Tensor:
         torch.manual_seed(1234)  # a process may have drawn any number before
