@@ -155,12 +155,11 @@ CAUSES = (
         12,
         "few tokens are others than sampled",
         ("concentration", "logit_noise"),
-        # Where a policy is nearly certain of most tokens, rounding too is that of a few: noise must be more than rounding makes.
-        lambda step: step["concentration"] > BOUNDS.concentration and step["logit_noise"] > BOUNDS.implausible_noise,
-        f"concentration > {BOUNDS.concentration:g}, logit noise > {BOUNDS.implausible_noise:g}",
+        lambda step: step["concentration"] > BOUNDS.few_tokens and step["logit_noise"] > BOUNDS.implausible_noise,
+        f"concentration > {BOUNDS.few_tokens:g}, logit noise > {BOUNDS.implausible_noise:g}",
         f"{100 * BOUNDS.largest_share:g} %"
-        " of the tokens make {concentration:.0%} of the squared gap, and logit noise is {logit_noise:.3f}, more than rounding "
-        "makes",
+        " of the tokens make {concentration:.1%} of the squared gap, and logit noise is {logit_noise:.3f}: more, and on fewer "
+        "tokens, than rounding makes",
         "Compare the ids of the worst rows with the sampled ones: decode and encode, templates.",
     ),
 )

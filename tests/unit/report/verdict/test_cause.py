@@ -66,7 +66,7 @@ def test_every_cause_is_planted_and_healthy_is_silent() -> None:
         (COOLER | {"temperature_r2": 0.51, "logit_noise": 0.72}, COOLER | {"temperature_r2": 0.51, "logit_noise": 0.71}, 8),
         ({"surprisal_excess": 0.029}, {"surprisal_excess": 0.031}, 10),
         ({"surprisal_excess": -0.029}, {"surprisal_excess": -0.031}, 10),
-        ({"concentration": 0.88, "logit_noise": 0.8}, {"concentration": 0.92, "logit_noise": 0.8}, 12),
+        ({"concentration": 0.97, "logit_noise": 0.8}, {"concentration": 0.99, "logit_noise": 0.8}, 12),
         ({"concentration": 0.99, "logit_noise": 0.49}, {"concentration": 0.99, "logit_noise": 0.51}, 12),
     ],
 )
