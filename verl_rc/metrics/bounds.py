@@ -48,7 +48,7 @@ class SignatureBounds:
     reproduced: float = 1e-3
     """Up to so many nats apart, log-probs of the trainer count as the same: other batches round otherwise."""
     implausible_noise: float = 0.5
-    """Logit noise that rounding makes in no precision in the first steps; with fp8 it passes this where a policy grows certain."""
+    """Logit noise that rounding makes in no precision in the first steps; with fp8 it can where a policy grows certain."""
     drift: float = 0.02
     """Root mean square of the log-ratio over the updates of a step from which on it counts: a tenth of the usual clip range."""
     far_above_floor: float = 4.0
