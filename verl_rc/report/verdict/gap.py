@@ -498,7 +498,7 @@ def _size_of_gap(run: RunData) -> Statement:
             grown.append(_grown({"first": first, "gap": change.last.value}, unit, change.last.steps))
     if not measures:
         return _not_measured(run)
-    worst = max(grown, key=lambda said: said.evidence["gap"] / said.evidence["first"], default=None)
+    worst = min(grown, key=lambda said: said.evidence["first"] / said.evidence["gap"], default=None)
     if worst is not None and (len(grown) == len(measures) or worst.level == "fault"):
         return worst
     return _rounding(*measures[0])

@@ -372,6 +372,13 @@ def test_row_20_sees_rare_tokens_that_the_mean_gap_does_not_where_they_are_far_o
     assert "mean |log-ratio|" in only(judge_gap(planted({"sync/rollout_gap_mean": wave(0.015)}))).text
 
 
+def test_a_gap_that_was_nothing_at_the_start_can_grow():
+    k3 = [0.0] * 4 + [1e-4] * (STEPS - 4)
+    found = only(judge_gap(planted({K3: k3, K1: k3, PPO_KL: [0.05] * STEPS, "sync/rollout_gap_mean": wave(0.015)})))
+    assert (found.row, found.level) == (20, "fault")
+    assert "from 0.0000 to 0.0100" in found.sentence
+
+
 def test_without_a_comparison_nothing_is_said():
     gap = [name for name in healthy() if name.startswith("rollout_corr/")]
     found = only(judge_gap(planted({}, without=gap)))
