@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
-from evidence.runs import Run
+from evidence.runs import Run, folder_of
 from evidence.studies import CORRECTIONS
 from evidence.tables import accuracies
 
@@ -50,7 +50,7 @@ def bills_of(folder: Path, runs: Mapping[tuple[str, int], Run]) -> Iterator[Bill
         if _IN_ACTOR in arm:
             continue
         try:
-            batch = read_batch(folder / f"{arm} seed{seed}".replace(" ", "_"))
+            batch = read_batch(folder_of(folder, arm, seed))
         except (NoRecordsError, OSError):
             continue
         said = answer(batch, configs)

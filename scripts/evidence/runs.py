@@ -94,11 +94,16 @@ def quick(study: Study, known: dict[tuple[str, int], Run]) -> list[tuple[str, in
     return [(arm, study.seeds[0]) for arm in study.quick if (arm, study.seeds[0]) not in known]
 
 
+def folder_of(base: Path, arm: str, seed: int) -> Path:
+    """Where a run lies."""
+    return base / f"{arm} seed{seed}".replace(" ", "_")
+
+
 def run_all(study: Study, todo: Sequence[tuple[str, int]], folder: Path, results: Path, start: Start) -> Iterator[Run]:
     """Run arms with seeds; every run is a line of ``results`` once it has ended. The trainer writes below ``folder``."""
     results.parent.mkdir(parents=True, exist_ok=True)
     for arm, seed in todo:
-        place, plan = folder / results.stem / f"{arm} seed{seed}".replace(" ", "_"), planned(study, arm, seed)
+        place, plan = folder_of(folder / results.stem, arm, seed), planned(study, arm, seed)
         begin = folder / study.task.folder
         places = (
             *(f"actor_rollout_ref.model.path={begin / 'sft_model'}", f"trainer.default_local_dir={place}"),

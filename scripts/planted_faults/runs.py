@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.runs import INTERRUPTED, run_in
+from evidence.runs import INTERRUPTED, folder_of, run_in
 from planted_faults.faults import ARMS, COMMON, HEALTHY_FOR_LONG, Fault
 from planted_faults.held_out import HELD_OUT, held_out_fault
 from planted_faults.held_out_second import HELD_OUT_2, second_held_out_fault
@@ -34,11 +34,6 @@ class PlantedRun:
     folder: Path
     exit_status: int
     seconds: float
-
-
-def folder_of(base: Path, arm: str, seed: int) -> Path:
-    """Where a run lies."""
-    return base / f"{arm} seed{seed}".replace(" ", "_")
 
 
 def overrides_of(arm: str, seed: int) -> list[str]:
