@@ -1,7 +1,7 @@
 """Faults planted by somebody who had not read the doctor's rules, and what they held to be right before any run.
 
-The three texts of each stay as they were first committed. On 2026-11-23 rules were mended because of this set, so that it is
-spent, and measures no longer how well faults are named that nobody thought of: ``held_out_second.py`` was written after that.
+The three texts of each stay as they were first committed. On 2026-11-23 rules were mended because of this set. It is spent:
+it no longer tells how well unforeseen faults are named. ``held_out_second.py`` was written after that.
 """
 
 from collections.abc import Mapping

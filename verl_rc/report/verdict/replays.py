@@ -282,7 +282,7 @@ def _other_code(records: Sequence[ReplayedRecord]) -> Statement | None:
     seen = []
     for record in records:
         part, kernels = record.parts.get("engine"), record.numbers.get("kernels", 0.0)
-        # Without a part of its own precision is in this one.
+        # Where precision has no part of its own, this part includes it.
         if part is not None and "precision" in record.parts and part.share > BOUNDS.part_share and kernels > BOUNDS.reproduced:
             seen.append(record)
     if not seen:

@@ -110,7 +110,7 @@ def follow(steps: list[dict[str, float]], temperature: float = 1.0) -> list[dict
     """What is said in each step; the floor comes from the run itself."""
     history, said = CauseHistory(), []
     for step, changed in enumerate(steps, 1):
-        metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | changed).items() }
+        metrics = {f"{PREFIX}{name}": value for name, value in (HEALTHY | changed).items()}
         texts, further, history = judge_causes(metrics, step, history, temperature)
         assert further["alerts/cause"] == any(one.is_told and one.last == step for one in history.episodes.values())
         said.append({name: one.text for name, one in texts.items()})
