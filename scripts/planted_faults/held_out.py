@@ -108,7 +108,9 @@ RIGHT: Mapping[str, tuple[str, ...]] = {
 causes with prompts, sampling and code in their names came later."""
 
 
-def held_out_fault(arm: str) -> Fault:
-    """A held-out fault in the terms of the table; numbers from 101 on are in no plan."""
-    of_arm = HELD_OUT[arm]
-    return Fault(101 + list(HELD_OUT).index(arm), RIGHT[arm], of_arm.overrides, of_arm.planted)
+def as_faults(table: Mapping[str, HeldOut], right: Mapping[str, tuple[str, ...]], first: int) -> Mapping[str, Fault]:
+    """Held-out faults in the terms of ``faults.py``, counted from ``first`` on: these numbers are in no plan."""
+    return {
+        arm: Fault(number, right[arm], held_out.overrides, held_out.planted)
+        for number, (arm, held_out) in enumerate(table.items(), first)
+    }

@@ -5,7 +5,7 @@ No rule or threshold may be changed because of them: a fault that a rule was men
 
 from collections.abc import Mapping
 
-from planted_faults.faults import ACTOR, ROLLOUT, Fault
+from planted_faults.faults import ACTOR, ROLLOUT
 from planted_faults.held_out import HeldOut
 
 _BF16 = (f"{ROLLOUT}.dtype=bfloat16",)
@@ -93,9 +93,3 @@ RIGHT_2: Mapping[str, tuple[str, ...]] = {
     "one of two engines stale": (_ENGINE, *_OLD),
 }
 """Causes that lead to the remedy above, by arm: written by who wrote the rules, before any run was judged."""
-
-
-def second_held_out_fault(arm: str) -> Fault:
-    """A held-out fault of this set as an arm of a matrix."""
-    of_arm = HELD_OUT_2[arm]
-    return Fault(201 + list(HELD_OUT_2).index(arm), RIGHT_2[arm], of_arm.overrides, of_arm.planted)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from evidence.runs import INTERRUPTED, folder_of, run_in
 from planted_faults.faults import ARMS, COMMON, HEALTHY_FOR_LONG, Fault
-from planted_faults.held_out import HELD_OUT, held_out_fault
-from planted_faults.held_out_second import HELD_OUT_2, second_held_out_fault
+from planted_faults.held_out import HELD_OUT, RIGHT, as_faults
+from planted_faults.held_out_second import HELD_OUT_2, RIGHT_2
 
 DONE = "planted.json"
 """In the folder of a run that has ended: exit status, seconds, overrides."""
@@ -17,8 +17,8 @@ Start = Callable[[str, Sequence[str], Path], int]
 """Runs the trainer with a fault and overrides, its output in a file, and returns its exit status."""
 TABLES: Mapping[str, Mapping[str, Fault]] = {
     "faults": ARMS,
-    "held-out": {arm: held_out_fault(arm) for arm in HELD_OUT},
-    "held-out-second": {arm: second_held_out_fault(arm) for arm in HELD_OUT_2},
+    "held-out": as_faults(HELD_OUT, RIGHT, 101),
+    "held-out-second": as_faults(HELD_OUT_2, RIGHT_2, 201),
     "healthy": HEALTHY_FOR_LONG,
 }
 PLANS: Mapping[str, Fault] = {arm: fault for table in TABLES.values() for arm, fault in table.items()}
