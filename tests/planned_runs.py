@@ -102,6 +102,7 @@ def make_inputs() -> Inputs:
         ref_log_prob=proximal + noise(0.3),
         critic_values=noise(0.5),
         sum_pi_squared=torch.rand(ROWS, WIDTH, generator=generator),
+        varentropies=noise(0.1).square(),
         batch_size=[ROWS],
     )
     samples = Samples(

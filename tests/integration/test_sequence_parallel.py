@@ -109,7 +109,7 @@ def run_case(case: Case, rank: int, folder: Path, ports: list[int]) -> Found:
 def actor_numbers(worker: PolicyWorker, micro_batches: list[list[int]]) -> Found:
     tokens = make_train_batch(LENGTHS).tokens
     scores = worker.compute_log_probs(tokens, micro_batches)
-    found: Found = dict(zip(("log-probs", "entropies", "sums of squares"), scores, strict=True))
+    found: Found = dict(zip(("log-probs", "entropies", "sums of squares", "varentropies"), scores, strict=True))
     if any(".lora_" in name for name, _ in worker.model.module.named_parameters()):
         found["without adapters"] = worker.compute_reference_log_probs(tokens, micro_batches)[0]
     everything = worker.compute_log_probs(tokens, [list(range(len(LENGTHS)))])[0]  # the same on all ranks

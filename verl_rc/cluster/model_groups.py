@@ -33,8 +33,8 @@ class ActorGroup(RankGroup):
     worker = "verl_rc.workers.policy_worker:PolicyWorker"
 
     def compute_log_probs(self, tokens: TokenBatch, limit: MicroBatchLimit) -> Timed[TokenScores]:
-        """Log-probs, entropies and, where needed, sums of squared probabilities ``[B, R]`` of all rows, under the current
-        weights."""
+        """Log-probs, entropies and, where needed, sums of squared probabilities and varentropies of all rows, each ``[B, R]``,
+        under the current weights."""
         answer = self.score("compute_log_probs", tokens, limit)
         return Timed(TokenScores(*answer.result), answer.busy_seconds)
 

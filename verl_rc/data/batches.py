@@ -29,6 +29,7 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "log_probs": (torch.float32, "BR"),
     "entropies": (torch.float32, "BR"),
     "sum_pi_squared": (torch.float32, "BR"),
+    "varentropies": (torch.float32, "BR"),
     "critic_values": (torch.float32, "BR"),
     "old_values": (torch.float32, "BR"),
     "advantages": (torch.float32, "BR"),
@@ -152,6 +153,8 @@ class PolicyEvaluations(TensorClass):
     sum_pi_squared: Tensor | None = None
     """float32 ``[B, R]``: sum of the proximal policy's squared probabilities at each token; None when neither estimator nor
     diagnostics need it."""
+    varentropies: Tensor | None = None
+    """float32 ``[B, R]``: variance of the log-prob of a token drawn from that distribution, nats^2; with both of the above."""
     ref_log_prob: Tensor | None = None
     """float32 ``[B, R]``: log-prob under the reference policy."""
     critic_values: Tensor | None = None
@@ -220,6 +223,8 @@ class TokenScores:
     """float32 ``[B, R]``, nats; None when not asked for."""
     sum_pi_squared: Tensor | None = None
     """float32 ``[B, R]``: sum over the vocabulary of squared probabilities; None when not asked for."""
+    varentropies: Tensor | None = None
+    """float32 ``[B, R]``, nats^2: variance of the log-prob of a token drawn from the distribution; with both of the above."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""

@@ -60,6 +60,7 @@ def _proximal_policy(services: Services, rollouts: RolloutBatch, step: int, reco
         old_log_probs=scores.log_probs,
         entropies=scores.entropies,
         sum_pi_squared=scores.sum_pi_squared,
+        varentropies=scores.varentropies,
         batch_size=rollouts.batch_size,
     )
 

@@ -35,6 +35,9 @@ class HiddenStateScores(NamedTuple):
     """``-sum_v p_v log p_v``, nats ``[K]``; logits of -inf count as probability 0."""
     sum_pi_squared: Tensor | None
     """``sum_v p_v^2`` ``[K]`` in (0, 1], without gradient: the probability of drawing the same token twice."""
+    varentropies: Tensor | None
+    """``sum_v p_v (log p_v + entropy)^2``, nats^2 ``[K]``, without gradient: the variance of a drawn token's log-prob. Computed
+    where both entropies and sums of squares are."""
 
 
 def scores_from_hidden_states(
@@ -70,11 +73,12 @@ class _HiddenStateScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, token_ids: Tensor, options: ScoreOptions
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         tokens, vocabulary = hidden.shape[0], weight.shape[0]
         log_probs, maxima, sums = (hidden.new_empty(tokens, dtype=_precision(hidden)) for _ in range(3))
         entropies = torch.empty_like(log_probs) if options.entropies else None
         squares = torch.empty_like(log_probs) if options.sum_pi_squared else None
+        varentropies = None if entropies is None or squares is None else torch.empty_like(log_probs)
         for rows in row_slices(tokens, vocabulary, LOGITS_AT_ONCE):
             logits = F.linear(hidden[rows], weight, bias)
             scaled = _scaled(logits, options.temperature)
@@ -88,17 +92,19 @@ class _HiddenStateScores(torch.autograd.Function):
                     squares[rows] = probs.square().sum(dim=-1)
                 if entropies is not None:
                     entropies[rows] = torch.special.entr(probs).sum(dim=-1)
+                    if varentropies is not None:
+                        varentropies[rows] = _varentropies(probs, entropies[rows])
         kept = logits if logits.shape[0] == tokens else None
         ctx.save_for_backward(hidden, weight, bias, token_ids, maxima, sums, entropies, kept)
         ctx.options = options
-        constants = [squares] if options.entropy_gradient else [squares, entropies]
+        constants = [squares, varentropies] if options.entropy_gradient else [squares, varentropies, entropies]
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
-        return log_probs.sub_(maxima).sub_(sums.log()), entropies, squares
+        return log_probs.sub_(maxima).sub_(sums.log()), entropies, squares, varentropies
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, _: Tensor | None
+        ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None, *_: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         """Compute gradients of logits: ``(onehot(token) - p) / temperature`` and ``-p (log p + H) / temperature``."""
         hidden, weight, bias, token_ids, maxima, sums, entropies, kept = ctx.saved_tensors
@@ -153,6 +159,13 @@ def _exponentials(scaled: Tensor, maxima: Tensor) -> Tensor:
     """``exp(scaled - maxima)`` of each row, in place."""
     # exp(scaled - logsumexp) would have the rounding error of a number as large as the logits.
     return scaled.sub_(maxima[:, None]).exp_()
+
+
+def _varentropies(probs: Tensor, entropies: Tensor) -> Tensor:
+    """Variances ``[k]`` of the log-probs of tokens drawn from ``probs`` ``[k, V]``."""
+    # 0 (log 0)^2 is 0; any finite number in place of the logarithm gives that.
+    logs = probs.log().clamp_min_(-1e4)
+    return logs.add_(entropies[:, None]).square_().mul_(probs).sum(dim=-1)
 
 
 def interpolate_proximal(

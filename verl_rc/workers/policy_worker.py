@@ -106,8 +106,8 @@ class PolicyWorker(Learner):
         )
 
     def compute_log_probs(self, tokens: TokenBatch, micro_batches: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probs and entropies ``[B, R]`` of the given rows' response tokens, without gradient; sums of squared probabilities
-        as a third where the estimator or full diagnostics need them."""
+        """Log-probs and entropies ``[B, R]`` of the given rows' response tokens, without gradient; where the estimator or full
+        diagnostics need them, sums of squared probabilities and varentropies too."""
         with self.model.in_use() as module:
             module.eval()
             return score_sequences(tokens, micro_batches, self._scores, self._device)
@@ -124,7 +124,8 @@ class PolicyWorker(Learner):
     def _scores(self, tokens: TokenBatch) -> list[Tensor]:
         squares = self._needs_sum_pi_squared
         scores = score_tokens(self.model.module, tokens, self._forward, with_entropy=True, with_sum_pi_squared=squares)
-        return [values for values in (scores.log_probs, scores.entropies, scores.sum_pi_squared) if values is not None]
+        further = (scores.entropies, scores.sum_pi_squared, scores.varentropies)
+        return [scores.log_probs, *(values for values in further if values is not None)]
 
     def update(self, batch: TrainBatch, request: UpdateRequest) -> ActorReport:
         """One optimizer step per mini-batch.

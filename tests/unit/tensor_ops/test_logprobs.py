@@ -45,6 +45,19 @@ def test_values_are_those_of_the_definition(temperature: float, elements: int, m
     assert found.entropies.tolist() == pytest.approx([-sum(p * math.log(p) for p in row) for row in rows], rel=1e-12)
     assert found.sum_pi_squared is not None
     assert found.sum_pi_squared.tolist() == pytest.approx([sum(p * p for p in row) for row in rows], rel=1e-12)
+    assert found.varentropies is not None
+    means = [sum(p * math.log(p) for p in row) for row in rows]
+    squares = [sum(p * (math.log(p) - mean) ** 2 for p in row) for row, mean in zip(rows, means, strict=True)]
+    assert found.varentropies.tolist() == pytest.approx(squares, rel=1e-12)
+
+
+def test_tokens_that_cannot_be_drawn_add_no_varentropy() -> None:
+    """Three of four tokens in equal parts, then 1/3 and 2/3: p (1 - p) (log 2)^2."""
+    log2, never = math.log(2), -1000.0
+    given = torch.tensor([[0.0, 0.0, 0.0, never], [0.0, log2, never, never], [0.0, -200.0, never, never]])
+    found = scores_of(given, tokens=torch.zeros(3, dtype=torch.int64)).varentropies
+    assert found is not None
+    assert found.tolist() == pytest.approx([0.0, 2 / 9 * log2**2, 0.0], abs=1e-6)
 
 
 def test_of_equally_likely_tokens_the_squares_sum_to_one_over_their_number() -> None:
@@ -55,7 +68,7 @@ def test_of_equally_likely_tokens_the_squares_sum_to_one_over_their_number() -> 
 
 
 def test_what_is_not_asked_for_is_not_there() -> None:
-    assert scores_of(logits(), ScoreOptions())[1:] == (None, None)
+    assert scores_of(logits(), ScoreOptions())[1:] == (None, None, None)
 
 
 def head(dtype: torch.dtype = torch.float64, tokens: int = 5, width: int = 4, words: int = 7) -> list[Tensor]:
@@ -94,7 +107,7 @@ def test_gradients_equal_those_of_all_logits_at_once(
         given = head(torch.float32, tokens=64, width=32, words=301)
         if fused:
             options = ScoreOptions(0.8, entropies=True, entropy_gradient=entropy_weight != 0)
-            log_probs, entropies, _ = scores_from_hidden_states(given[0], given[1], tokens, options, given[2])
+            log_probs, entropies, *_ = scores_from_hidden_states(given[0], given[1], tokens, options, given[2])
             assert entropies is not None
             assert entropies.requires_grad == (entropy_weight != 0)
         else:

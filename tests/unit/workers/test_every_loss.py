@@ -94,7 +94,7 @@ def test_a_pass_for_statistics_is_timed(worker: PolicyWorker, batch: TrainBatch)
 
 def test_the_optimal_baseline_gets_the_sums_of_squared_probabilities(worker: PolicyWorker, batch: TrainBatch) -> None:
     """By Jensen's inequality they are at least exp(-entropy); and at most 1."""
-    log_probs, entropies, squares = worker.compute_log_probs(batch.tokens, [[0, 1, 2], [3, 4, 5]])
+    log_probs, entropies, squares, _ = worker.compute_log_probs(batch.tokens, [[0, 1, 2], [3, 4, 5]])
     assert log_probs.shape == squares.shape
     assert bool((squares >= (-entropies).exp() - 1e-6)[batch.response_mask].all())
     assert bool((squares <= 1)[batch.response_mask].all())

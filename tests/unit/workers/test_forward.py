@@ -18,7 +18,7 @@ def expected_scores(folder: Path, temperature: float) -> tuple[torch.Tensor, tor
     """One row at a time through the unchanged Hugging Face model with eager attention, in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     tokens = make_tokens(PROMPTS, RESPONSES)
-    log_probs, entropies, squares = torch.zeros(3, 4, 7, dtype=torch.float64)
+    log_probs, entropies, squares, varentropies = torch.zeros(4, 4, 7, dtype=torch.float64)
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         ids = torch.cat([tokens.prompts[row, 6 - prompt :], tokens.responses[row, :response]])
         table = (model(ids[None]).logits[0] / temperature).log_softmax(-1)
@@ -27,7 +27,8 @@ def expected_scores(folder: Path, temperature: float) -> tuple[torch.Tensor, tor
             log_probs[row, t] = at[tokens.responses[row, t]]
             entropies[row, t] = -(at.exp() * at).sum()
             squares[row, t] = (2 * at).exp().sum()
-    return log_probs, entropies, squares
+            varentropies[row, t] = (at.exp() * (at + entropies[row, t]).square()).sum()
+    return log_probs, entropies, squares, varentropies
 
 
 @pytest.mark.parametrize("remove_padding", [True, False])
@@ -37,12 +38,12 @@ def test_scores_equal_the_plain_models(model_folder: Path, remove_padding: bool,
     options = ForwardOptions(temperature, remove_padding)
     with torch.no_grad():
         scores = score_tokens(model, make_tokens(PROMPTS, RESPONSES), options, with_entropy=True, with_sum_pi_squared=True)
-        log_probs, entropies, squares = expected_scores(model_folder, temperature)
-    assert scores.entropies is not None
-    assert scores.sum_pi_squared is not None
-    torch.testing.assert_close(scores.sum_pi_squared.double(), squares, rtol=0, atol=2e-5)
-    torch.testing.assert_close(scores.log_probs.double(), log_probs, rtol=0, atol=2e-5)
-    torch.testing.assert_close(scores.entropies.double(), entropies, rtol=0, atol=2e-5)
+        expected = expected_scores(model_folder, temperature)
+    for found, values in zip(
+        (scores.log_probs, scores.entropies, scores.sum_pi_squared, scores.varentropies), expected, strict=True
+    ):
+        assert found is not None
+        torch.testing.assert_close(found.double(), values, rtol=0, atol=2e-5)
 
 
 def test_a_batch_without_responses_has_zero_scores(model_folder: Path) -> None:

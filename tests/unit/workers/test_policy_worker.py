@@ -103,10 +103,11 @@ def test_update_moves_parameters_and_reports_exact_totals(worker: PolicyWorker) 
 
 def test_full_diagnostics_get_entropies_and_sums_of_squared_probabilities(worker: PolicyWorker) -> None:
     batch = make_train_batch(LENGTHS)
-    log_probs, entropies, squares = worker.compute_log_probs(batch.tokens, [[0, 1], [2, 3, 4, 5]])
+    log_probs, entropies, squares, varentropies = worker.compute_log_probs(batch.tokens, [[0, 1], [2, 3, 4, 5]])
     some = batch.response_mask
     assert bool((log_probs[some].exp().square() < squares[some]).all())
     assert bool((-squares[some].log() < entropies[some]).all())  # Renyi's entropies fall with their order
+    assert bool((varentropies[some] > 0).all())
 
 
 def test_a_wholly_rejected_mini_batch_skips_the_step(worker: PolicyWorker) -> None:

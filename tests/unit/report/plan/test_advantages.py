@@ -49,7 +49,7 @@ MATRIX: dict[str, Given] = {
     if estimator in ("grpo", "gae") or (mode in ("weights", "no ratio") and more in ("alone", "kl in reward"))
 }
 ROLLOUT_FIELDS = ("response_mask", "rollout_log_probs", "policy_versions", "group_ids", "finished")
-EVALUATION_FIELDS = ("old_log_probs", "entropies", "ref_log_prob", "critic_values", "sum_pi_squared")
+EVALUATION_FIELDS = ("old_log_probs", "entropies", "ref_log_prob", "critic_values", "sum_pi_squared", "varentropies")
 SCORE_FIELDS = ("scores", "reward_baselines", "component_scores")
 ALL_INPUTS = (*SCORE_FIELDS, *ROLLOUT_FIELDS, *EVALUATION_FIELDS)
 
