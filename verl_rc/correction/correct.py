@@ -49,6 +49,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     scores: Tensor | None = None,
     entropies: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
+    varentropies: Tensor | None = None,
     current_version: int | None = None,
 ) -> CorrectionResult:
     """Measure and apply rollout correction on a whole batch.
@@ -66,6 +67,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         scores: ``[B]``, above 0 is correct; read with ``diagnostics=full``.
         entropies: ``[B, T]``, nats, of the train policy's distributions; read with ``diagnostics=full``.
         sum_pi_squared: ``[B, T]``, sums of their squared probabilities; read with ``diagnostics=full``.
+        varentropies: ``[B, T]``, nats^2, variances of the log-prob of a token drawn from them; read with ``diagnostics=full``.
         current_version: Version from which ages count; None: the newest of ``policy_versions``.
 
     Raises:
@@ -75,9 +77,8 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     context = SequenceContext(advantages=advantages, policy_versions=policy_versions, current_version=current_version)
     if config.diagnostics == "full":
         slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
-        context = replace(
-            context, group_slots=slots, scores=scores, entropies=entropies, sum_pi_squared=sum_pi_squared
-        )
+        of_the_trainer = {"entropies": entropies, "sum_pi_squared": sum_pi_squared, "varentropies": varentropies}
+        context = replace(context, group_slots=slots, scores=scores, **of_the_trainer)
     context.check(train_log_probs.shape)
     if context.policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(context.policy_versions, response_mask))

@@ -99,6 +99,8 @@ class SequenceContext:
     """``[B, T]``, nats: entropy of the train policy's distribution at each token."""
     sum_pi_squared: Tensor | None = None
     """``[B, T]``: sum of the squares of its probabilities."""
+    varentropies: Tensor | None = None
+    """``[B, T]``, nats^2: variance of the log-prob of a token drawn from it."""
 
     def take(self, chunk: SequenceChunk) -> "SequenceContext":
         """The facts of one chunk, but those of the trainer's distributions, which are looked at for all sequences at once."""
@@ -121,6 +123,7 @@ class SequenceContext:
             ("group_ids", self.group_slots, [rows]),
             ("entropies", self.entropies, [tokens]),
             ("sum_pi_squared", self.sum_pi_squared, [tokens]),
+            ("varentropies", self.varentropies, [tokens]),
         ):
             if value is not None and list(value.shape) not in fitting:
                 expected = " or ".join(map(str, fitting))

@@ -1,9 +1,9 @@
 """Signatures: what each cause of a gap leaves in the log-probs, as sums over tokens that merge like all statistics.
 
 Of a sampled token: ``l = log pi - log mu`` (train, rollout as reported), ``rho = exp(l)``, ``p = pi``. Of the distribution of the
-trainer that it belongs to: the entropy ``H``, and ``Q``, the sum of its squared probabilities. ``u = log p + H`` has mean 0 under
-pi. ``g = 1 - 2p + Q`` is the squared norm of the gradient of log p for the logits: independent noise of variance ``s^2`` on every
-logit gives l the variance ``s^2 g``.
+trainer that it belongs to: the entropy ``H``, and ``Q``, the sum of its squared probabilities. Under pi, ``u = log p + H`` has
+mean 0 and variance ``V``, the varentropy. ``g = 1 - 2p + Q`` is the squared norm of the gradient of log p for the logits:
+independent noise of variance ``s^2`` on every logit gives l the variance ``s^2 g``.
 """
 
 import math
@@ -36,20 +36,23 @@ def signature_sums(log_probs: LogProbs, facts: SequenceContext, ratios: Moments[
     padding.
     """
     ratio = LogRatio.from_log_probs(LogProbs(*map(_drawn, (log_probs.train, log_probs.rollout, log_probs.response_mask))))
-    logs, temperature, surprisal, gradients = ratio.precise, None, None, None
+    logs, temperature, surprisal, gradients, varentropies = ratio.precise, None, None, None, None
     if facts.entropies is not None:
         centred = torch.addcmul(ratio.train, _finite(_drawn(facts.entropies), ratio), ratio.ones).double()
         temperature = Quotient.from_sequences(_total(logs * centred), _total(centred.square()))
-        surprisal = Quotient.from_sequences(-_total(centred), _total(ratio.ones))
+        surprisal = Mean(-_total(centred), _total(ratio.ones))
     if facts.sum_pi_squared is not None:
         less_one = torch.add(_finite(_drawn(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
         gradients = _by_position(torch.addcmul(ratio.ones, less_one, ratio.ones))
+    if facts.varentropies is not None:
+        varentropies = _by_position(_finite(_drawn(facts.varentropies), ratio) * ratio.ones)
     return Signatures(
         missing=Quotient.from_sequences(-ratios.total, ratios.count),
         squares=_by_position(logs.square()),
         gradients=gradients,
         temperature=temperature,
         surprisal=surprisal,
+        varentropies=varentropies,
     )
 
 
@@ -102,19 +105,32 @@ def signature_metrics(found: Signatures[float], head: HeadSums[float], log_ratio
             metrics[name] = z
     square = math.fsum(found.squares)
     if found.temperature is not None and found.surprisal is not None:
-        products, squares, tokens = found.temperature.a, found.temperature.b, found.surprisal.b
+        products, squares = found.temperature.a, found.temperature.b
         metrics["temperature_slope"] = found.temperature.value
         metrics["temperature_r2"] = products**2 / (squares * square) if squares * square else 0.0
         metrics["surprisal_excess"] = found.surprisal.value
-        # Cauchy-Schwarz on E_mu[u] = E_pi[(1 / rho - 1) u], which holds for tokens drawn from the reported mu.
-        distance = math.sqrt(max(_mean_reciprocal(log_ratios) - 1.0, 0.0))
-        deviation = math.sqrt(max(Mean(squares, tokens).value - found.surprisal.value**2, 0.0))
-        metrics["surprisal_excess_bound"] = distance * deviation + BOUNDS.z * found.surprisal.error
+        if found.varentropies is not None:
+            metrics["surprisal_excess_bound"] = _surprisal_bound(found.varentropies, found.surprisal.count, log_ratios)
     if found.gradients is not None:
         parts = enumerate(zip(found.squares, found.gradients, strict=True))
         noise = {"logit_noise": (square, math.fsum(found.gradients))} | {f"position_{n}_logit_noise": part for n, part in parts}
         metrics |= {name: math.sqrt(a / b) for name, (a, b) in noise.items() if b > SMALLEST_GRADIENTS}
     return metrics
+
+
+def _surprisal_bound(varentropies: Sequence[float], tokens: float, log_ratios: Sequence[float]) -> float:
+    """How far the mean of u can be from 0 for tokens drawn from the reported mu: what mu makes, and what chance does.
+
+    The variances are those of the distributions: where the trainer is certain of most tokens, a step may hold none of the
+    unlikely ones that make the variance, and the tokens that it holds would say that there is next to none.
+    """
+    if not tokens:
+        return 0.0
+    # Cauchy-Schwarz on E_mu[u] = E_pi[(1 / rho - 1) u].
+    distance = math.sqrt(max(_mean_reciprocal(log_ratios) - 1.0, 0.0))
+    # Given the tokens before it, u of a token has mean 0: variances add up. A token that counts as n has n^2 times its own.
+    of_sum = math.fsum(stride * part for stride, part in zip(STRIDES, varentropies, strict=True))
+    return distance * math.sqrt(math.fsum(varentropies) / tokens) + BOUNDS.z * math.sqrt(of_sum) / tokens
 
 
 def _mean_reciprocal(log_ratios: Sequence[float]) -> float:

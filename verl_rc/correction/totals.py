@@ -191,9 +191,11 @@ class Signatures(Generic[T]):
     gradients: tuple[T, ...] | None
     """``g``, likewise; None where sums of squared probabilities are unknown."""
     temperature: Quotient[T] | None
-    """``l u`` by ``u^2``; like the next one None where entropies are unknown."""
-    surprisal: Quotient[T] | None
-    """``-u``, by tokens."""
+    """``l u`` by ``u^2``; None where entropies are unknown."""
+    surprisal: Mean[T] | None
+    """``-u``, by tokens; None likewise."""
+    varentropies: tuple[T, ...] | None
+    """``V``, by position in the response; None where it is unknown."""
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def build_train_batch(
             scores=scores,
             entropies=evaluations.entropies,
             sum_pi_squared=evaluations.sum_pi_squared,
+            varentropies=evaluations.varentropies,
             current_version=current_version,
         )
 

@@ -120,14 +120,14 @@ def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
     """One token of nine with l = -1/2, and g = 1 - 2p + 2p = 1 for each: s = 1/2 / 3."""
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
     evaluations.sum_pi_squared = 2 * evaluations.old_log_probs.exp()
-    evaluations.entropies = torch.zeros_like(evaluations.old_log_probs)
+    evaluations.entropies = evaluations.varentropies = torch.zeros_like(evaluations.old_log_probs)
     metrics = {}
     for diagnostics in ("core", "full"):
         correction = run_step(rollouts, evaluations, algorithm(diagnostics=diagnostics)).correction
         assert correction is not None
         metrics[diagnostics] = correction.metrics()
     assert metrics["full"]["rollout_corr/logit_noise"] == pytest.approx(1 / 6)
-    assert {"rollout_corr/temperature_slope", "rollout_corr/surprisal_excess"} <= metrics["full"].keys()
+    assert {"rollout_corr/temperature_slope", "rollout_corr/surprisal_excess_bound"} <= metrics["full"].keys()
     assert not {"rollout_corr/logit_noise", "rollout_corr/missing_mass"} & metrics["core"].keys()
 
 

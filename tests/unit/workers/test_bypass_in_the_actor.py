@@ -105,11 +105,11 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     config, batch = RolloutCorrectionConfig(bypass_mode=True, diagnostics="full"), case_batch(case)
     generator = torch.Generator().manual_seed(0)
     table = torch.tensor(case["log_probs"])
-    entropies, squares = torch.rand(table.shape, generator=generator), 1 + torch.rand(table.shape, generator=generator)
+    entropies, squares, varentropies = torch.rand(3, *table.shape, generator=generator) + torch.tensor([0, 1, 0])[:, None, None]
     correction = ActorCorrection(UpdateRequest(config, 0), worker._mesh)
     for moved in (0.0, 0.7):  # the second one comes after an update
         for rows in parts:
-            current = TokenScores(table[rows] + moved, entropies[rows], squares[rows])
+            current = TokenScores(table[rows] + moved, entropies[rows], squares[rows], varentropies[rows])
             part = cast(TrainBatch, batch[rows])
             correction.measure_first_signatures(part, current)
             correction.correct(part, current.log_probs)
@@ -121,11 +121,12 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
         RolloutCorrectionConfig(diagnostics="full"),
         entropies=entropies,
         sum_pi_squared=squares,
+        varentropies=varentropies,
     ).metrics()
     found = correction.signatures()
     assert found is not None
     signatures = found.signatures()
-    assert {"rollout_corr/logit_noise", "rollout_corr/temperature_slope", "rollout_corr/missing_mass"} <= signatures.keys()
+    assert {f"rollout_corr/{name}" for name in ("logit_noise", "surprisal_excess_bound", "missing_mass")} <= signatures.keys()
     assert signatures == pytest.approx({name: decoupled[name] for name in signatures}, rel=1e-9)
     core = ActorCorrection(UpdateRequest(config.model_copy(update={"diagnostics": "core"}), 0), worker._mesh)
     core.measure_first_signatures(batch, TokenScores(table, entropies, squares))

@@ -128,7 +128,7 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
 
 _AT_THE_HEAD = f"over the first {BOUNDS.head} positions"
 # H: entropy of the trainer's distribution at a token, Q: sum of its squared probabilities, p: probability of the token;
-# u = log p + H, g = 1 − 2p + Q. Standard errors are over rows.
+# u = log p + H, V: the variance of u under that distribution, g = 1 − 2p + Q. Standard errors are over rows.
 _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("missing_mass", "1", "1 − mean over tokens of ρ: 0 is expected if the tokens come from what the engine reports", None),
     (
@@ -166,8 +166,8 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "surprisal_excess_bound",
         "nats",
-        f"√(mean(1/ρ) − 1) · standard deviation of u + {BOUNDS.z:g} standard errors of surprisal_excess: the most it can be, up "
-        "or down, for tokens drawn from what the engine reports",
+        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ V) / tokens: the most that surprisal_excess can be, up or down, for "
+        "tokens drawn from what the engine reports",
         None,
     ),
     ("logit_noise", "nats", "√(Σ l² / Σ g): independent noise on the logits that would make such a gap", (0, 0.15)),

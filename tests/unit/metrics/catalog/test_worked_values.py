@@ -665,17 +665,22 @@ def signs_of_misalignment():
 
 @example
 def signatures_of_causes():
-    """Log-probs -2, -3 | -1 | -3 and entropies 3, 2 | 2 | 3 in ln 2, so u = 1, -1 | 1 | 0; sums of squared probabilities 1/2.
+    """Log-probs -2, -3 | -1 | -3 and entropies 3, 2 | 2 | 3 in ln 2, so u = 1, -1 | 1 | 0; sums of squared probabilities 1/2;
+    varentropies 2, 1 | 1 | 0 in ln 2 squared.
 
     With l = 0, -2 | 2 | -2, l u is 0, 2 | 2 | 0. 1 - rho is 0, 3/4 | -3 | 3/4, and g = 1 - 2p + Q is 1, 5/4 | 1/2 | 5/4. Standard
     errors: the root of the rows' squared (sum of a - quotient times sum of b), over the sum of b.
     """
-    facts = {"entropies": LN2 * torch.tensor([[3, 2], [2, 0], [3, 0]]), "sum_pi_squared": torch.full((3, 2), 0.5)}
+    facts = {
+        "entropies": LN2 * torch.tensor([[3, 2], [2, 0], [3, 0]]),
+        "sum_pi_squared": torch.full((3, 2), 0.5),
+        "varentropies": LN2**2 * torch.tensor([[2, 1], [1, 0], [0, 0]]),
+    }
     found = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, {"diagnostics": "full"}, **facts).metrics()
     mass = math.hypot(3 / 4 + 2 * 3 / 8, -3 + 3 / 8, 3 / 4 + 3 / 8) / 4
     slope = math.hypot(2 - 4 / 3 * 2, 2 - 4 / 3, 0) / 3
-    surprisal = LN2 * math.hypot(2 / 4, -1 + 1 / 4, 1 / 4) / 4
-    distance, deviation = math.sqrt((1 + 4 + 1 / 4 + 4) / 4 - 1), LN2 * math.sqrt(3 / 4 - 1 / 16)
+    distance, deviation = math.sqrt((1 + 4 + 1 / 4 + 4) / 4 - 1), LN2 * math.sqrt((2 + 1 + 1) / 4)
+    chance = LN2 * math.sqrt(2 + 1 + 1) / 4
     return found, under(
         "rollout_corr/",
         {
@@ -686,7 +691,7 @@ def signatures_of_causes():
             "temperature_r2": 4**2 / (3 * 12),
             "temperature_z": 4 / 3 / slope,
             "surprisal_excess": -LN2 / 4,
-            "surprisal_excess_bound": distance * deviation + 6 * surprisal,
+            "surprisal_excess_bound": distance * deviation + 6 * chance,
             "logit_noise": LN2 * math.sqrt(12 / 4),
             "position_0_logit_noise": LN2 * math.sqrt(12 / 4),
         },

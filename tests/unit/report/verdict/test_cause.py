@@ -169,13 +169,15 @@ def healthy_batch(seed: int, rows: int = 64, width: int = 12, vocabulary: int = 
     engine = (logits + noise * torch.randn(logits.shape, generator=generator)).log_softmax(-1)
     train = logits.log_softmax(-1)
     tokens = torch.multinomial(engine.exp().flatten(0, 1), 1, generator=generator).view(rows, width, 1)
+    entropies = -(train.exp() * train).sum(-1)
     mask = torch.arange(width) < torch.randint(1, width + 1, (rows, 1), generator=generator)
     found = compute_rollout_correction(
         *(policy.gather(-1, tokens)[..., 0] for policy in (train, engine)),
         mask,
         {"diagnostics": "full"},
-        entropies=-(train.exp() * train).sum(-1),
+        entropies=entropies,
         sum_pi_squared=train.exp().square().sum(-1),
+        varentropies=(train.exp() * (train + entropies[..., None]).square()).sum(-1),
     ).metrics()
     return {name.removeprefix(PREFIX): value for name, value in found.items()} | {"logit_noise_floor": noise}
 
