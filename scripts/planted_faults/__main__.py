@@ -26,7 +26,7 @@ RESULTS = {
 
 
 def main() -> int:
-    """Run what is missing, judge all runs there are, and write the matrix."""
+    """Run what is missing, judge the runs that are there, and put them into the matrix."""
     parser = argparse.ArgumentParser(prog="python -m scripts.planted_faults", description=__doc__)
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: top-p")
     parser.add_argument("--seeds", default="1", help="seeds, such as 1,2,3; thresholds come from seed 1 alone")
@@ -47,10 +47,7 @@ def main() -> int:
     for run in runs if given.replay else ():
         if not (run.folder / DIAGNOSIS).is_file():
             replay(run.folder, given.replay.split(","))
-    rows = [row_of(run) for run in runs]
-    if set(arms) == set(table):
-        write_matrix(RESULTS[given.table], rows)
-    print("\n".join(lines_of(rows)))
+    print("\n".join(lines_of(write_matrix(RESULTS[given.table], table, [row_of(run) for run in runs]))))
     return 0
 
 

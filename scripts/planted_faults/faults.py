@@ -81,6 +81,13 @@ ARMS: Mapping[str, Fault] = {
     "bf16 transport": Fault(13, ("log-probs rounded",), _BF16, "rounded_log_probs"),
     "prompt token missing": Fault(14, _CONTEXT, _BF16, "missing_prompt_token", replay_only=True),
     "padding attended": Fault(15, _CONTEXT, _BF16, "attended_padding:20", replay_only=True),
+    "one engine of two stale": Fault(
+        16,
+        _STALE,
+        (*_BF16, "actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.n_gpus_per_node=2"),
+        "stale_second_engine",
+        replay_only=True,
+    ),
     "dropout in the trainer": Fault(17, _CONTEXT, _BF16, "dropout", replay_only=True),
     "stop token banned": Fault(18, ("token banned",), _BF16, "banned_stop"),
     "four updates in bypass": Fault(
@@ -110,6 +117,5 @@ HEALTHY_FOR_LONG: Mapping[str, Fault] = {
 LEFT_OUT = {
     11: "prefix cache not reset: prompts of this task are shorter than a block of the cache",
     22: "fp8 cache: vLLM on a CPU has it for heads of 32 or 64 alone, the quickstart's model has heads of 48",
-    16: "one engine of two not updated: records do not say which engine sampled a row",
 }
 """Faults of the plan that are not planted, and why."""

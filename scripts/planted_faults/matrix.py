@@ -1,7 +1,7 @@
 """From run folders to the matrix: which cause the doctor names first, without replays and with them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,19 @@ def _last_error(log: Path) -> str:
     return next((line.strip()[:300] for line in reversed(lines) if "Error" in line and ":" in line), "")
 
 
-def write_matrix(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """All rows, with what was left out."""
+def write_matrix(path: Path, table: Collection[str], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Write rows in place of older ones of the same arms and seeds, with what was left out; return all rows of the file.
+
+    Rows of other runs stay, as run folders do not; those of arms that ``table`` no longer has go.
+    """
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    of_runs = {(row["seed"], row["arm"]): row for row in (*before, *rows)}
+    order = {arm: place for place, arm in enumerate(table)}
+    known = [of_runs[run] for run in sorted((run for run in of_runs if run[1] in order), key=lambda run: (run[0], order[run[1]]))]
     left_out = {str(number): why for number, why in LEFT_OUT.items()}
-    text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    text = ",\n".join(f"  {json.dumps(row)}" for row in known)
     path.write_text(f'{{"left_out": {json.dumps(left_out)},\n "rows": [\n{text}\n]}}\n', encoding="utf-8")
+    return known
 
 
 def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:

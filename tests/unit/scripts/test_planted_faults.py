@@ -115,5 +115,13 @@ def test_the_table_and_its_sums(tmp_path: Path) -> None:
     assert lines[2] == "| prompt token missing | 1 | not seen: rounding | right: the trainer scores other inputs or with noise |"
     assert lines[3].startswith("without replays: 0 right, 0 not separable, 1 not seen, 0 wrong of 1")
     assert lines[4].startswith("with replays: 1 right")
-    write_matrix(tmp_path / "matrix.json", [row])
-    assert json.loads((tmp_path / "matrix.json").read_text())["rows"] == [json.loads(json.dumps(row))]
+
+
+def test_a_matrix_keeps_the_rows_of_runs_whose_folders_are_gone(tmp_path: Path) -> None:
+    path, table = tmp_path / "matrix.json", ("first", "second")
+    old = [{"arm": arm, "seed": seed, "x": 0} for arm in ("dropped", "second") for seed in (1, 2)]
+    write_matrix(path, ("dropped", "second"), old)
+    new = [{"arm": "second", "seed": 2, "x": 1}, {"arm": "first", "seed": 2, "x": 2}]
+    found = write_matrix(path, table, new)
+    assert [(row["seed"], row["arm"], row["x"]) for row in found] == [(1, "second", 0), (2, "first", 2), (2, "second", 1)]
+    assert json.loads(path.read_text())["rows"] == found
