@@ -44,7 +44,7 @@ class Inputs:
     rollout: Tensor
     mask: Tensor
     distributions: Mapping[str, Tensor]
-    """Entropies and sums of squared probabilities, which full diagnostics read."""
+    """Entropies, sums of squared probabilities and varentropies, which full diagnostics read."""
 
     @classmethod
     def random(cls, rows: int, length: int) -> Inputs:
@@ -53,7 +53,7 @@ class Inputs:
         mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)
         rollout = -torch.rand(rows, length, generator=generator)
         train = rollout + 0.05 * torch.randn(rows, length, generator=generator)
-        names = ("entropies", "sum_pi_squared")
+        names = ("entropies", "sum_pi_squared", "varentropies")
         return cls(train, rollout, mask, {name: torch.rand(rows, length, generator=generator) for name in names})
 
     def read(self) -> Tensor:
