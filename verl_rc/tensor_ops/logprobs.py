@@ -91,9 +91,12 @@ class _HiddenStateScores(torch.autograd.Function):
                 if squares is not None:
                     squares[rows] = probs.square().sum(dim=-1)
                 if entropies is not None:
-                    entropies[rows] = torch.special.entr(probs).sum(dim=-1)
+                    terms = torch.special.entr(probs)
+                    entropies[rows] = terms.sum(dim=-1)
                     if varentropies is not None:
-                        varentropies[rows] = _varentropies(probs, entropies[rows])
+                        # p (log p)^2 = (p log p)^2 / p, in place; where p is 0 both are.
+                        squared_logs = terms.square_().div_(probs.clamp_min_(torch.finfo(probs.dtype).tiny))
+                        varentropies[rows] = squared_logs.sum(dim=-1).sub_(entropies[rows].square()).clamp_min_(0.0)
         kept = logits if logits.shape[0] == tokens else None
         ctx.save_for_backward(hidden, weight, bias, token_ids, maxima, sums, entropies, kept)
         ctx.options = options
@@ -159,13 +162,6 @@ def _exponentials(scaled: Tensor, maxima: Tensor) -> Tensor:
     """``exp(scaled - maxima)`` of each row, in place."""
     # exp(scaled - logsumexp) would have the rounding error of a number as large as the logits.
     return scaled.sub_(maxima[:, None]).exp_()
-
-
-def _varentropies(probs: Tensor, entropies: Tensor) -> Tensor:
-    """Variances ``[k]`` of the log-probs of tokens drawn from ``probs`` ``[k, V]``."""
-    # 0 (log 0)^2 is 0; any finite number in place of the logarithm gives that.
-    logs = probs.log().clamp_min_(-1e4)
-    return logs.add_(entropies[:, None]).square_().mul_(probs).sum(dim=-1)
 
 
 def interpolate_proximal(
