@@ -44,6 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.evidence", description=__doc__)
     parser.add_argument("name", choices=[*STUDIES, "bill", "page"], help="a study; 'page' writes docs/evidence.md alone")
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: k8 disabled")
+    parser.add_argument("--cores", default="", metavar="0,1", help="a run on each of these at a time; without: one run on all")
     parser.add_argument("--quick", action="store_true", help="one seed of the arms that show the sign of the effect")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept")
     given = parser.parse_args()
@@ -63,7 +64,8 @@ def main() -> int:
                 print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
             print(f"{len(todo)} runs, some {len(todo) * study.minutes:.0f} minutes on two idle cores", flush=True)
             prepare(given.folder, study.task)
-            for run in run_all(study, todo, given.folder, results, start_trainer):
+            cores = [int(core) for core in given.cores.split(",") if core] or [None]
+            for run in run_all(study, todo, given.folder, results, start_trainer, cores):
                 found = accuracies(run) or [float("nan")]
                 print(f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True)
         write_page()

@@ -1,11 +1,13 @@
-"""Running what a study lacks: one run after the other, each result kept as a line of a file."""
+"""Running what a study lacks: one run on each of some cores at a time, each result kept as a line of a file."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -26,8 +28,8 @@ CURVES = (
 """What is kept of a run."""
 INTERRUPTED = (130, 143)
 """What the trainer returns when it is interrupted: no result of the arm."""
-Start = Callable[[Sequence[str], str], int]
-"""Runs the trainer with overrides and what is planted, if anything; returns its exit status."""
+Start = Callable[[Sequence[str], str, int | None], int]
+"""Runs the trainer with overrides and what is planted, if anything, on one core (None: all); returns its exit status."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,22 @@ def folder_of(base: Path, arm: str, seed: int) -> Path:
     return base / f"{arm} seed{seed}".replace(" ", "_")
 
 
-def run_all(study: Study, todo: Sequence[tuple[str, int]], folder: Path, results: Path, start: Start) -> Iterator[Run]:
-    """Run arms with seeds; every run is a line of ``results`` once it has ended. The trainer writes below ``folder``."""
+def run_all(
+    study: Study,
+    todo: Sequence[tuple[str, int]],
+    folder: Path,
+    results: Path,
+    start: Start,
+    cores: Sequence[int | None] = (None,),
+) -> Iterator[Run]:
+    """Run arms with seeds, one on each of ``cores`` at a time (None: a run on all of them).
+
+    Every run is a line of ``results`` once it has ended. The trainer writes below ``folder``.
+    """
     results.parent.mkdir(parents=True, exist_ok=True)
-    for arm, seed in todo:
+    free = list(cores)
+
+    def run(arm: str, seed: int) -> Run:
         place, plan = folder_of(folder / results.stem, arm, seed), planned(study, arm, seed)
         begin = folder / study.task.folder
         places = (
@@ -110,14 +124,21 @@ def run_all(study: Study, todo: Sequence[tuple[str, int]], folder: Path, results
             *(f"data.{split}_files={begin / 'data' / split}.parquet" for split in ("train", "val")),
             *("trainer.resume_mode=disable", "trainer.logger=[console]"),
         )
-        began = time.time()
-        status = start([*plan.overrides, *places], plan.planted)
+        began, core = time.time(), free.pop()
+        status = start([*plan.overrides, *places], plan.planted, core)
+        free.append(core)
         if status in INTERRUPTED:
             raise KeyboardInterrupt
         seconds, curves = round(time.time() - began, 1), curves_of(place / "metrics.jsonl")
-        run = replace(plan, exit_status=status, seconds=seconds, curves=curves)
-        _append(results, json.dumps(asdict(run)))
-        yield run
+        return replace(plan, exit_status=status, seconds=seconds, curves=curves)
+
+    with ThreadPoolExecutor(len(cores)) as pool:
+        try:
+            for ended in as_completed([pool.submit(run, arm, seed) for arm, seed in todo]):
+                _append(results, json.dumps(asdict(ended.result())))
+                yield ended.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def curves_of(metrics: Path) -> dict[str, list[tuple[int, float]]]:
@@ -137,20 +158,25 @@ def _append(results: Path, line: str) -> None:
     results.write_text(f"{whole}{line}\n", encoding="utf-8")
 
 
-def start_trainer(overrides: Sequence[str], planted: str) -> int:
+def start_trainer(overrides: Sequence[str], planted: str, core: int | None = None) -> int:
     """Run the trainer, with a fault where one is planted, in a process of its own; its output goes beside its metrics."""
     place = Path(next(given for given in overrides if given.startswith("trainer.default_local_dir=")).partition("=")[2])
     if planted:
-        return run_in(place, "scripts.planted_faults.start", planted, "--", *overrides)
-    return run_in(place, "verl_rc.main_ppo", *overrides)
+        return run_in(place, "scripts.planted_faults.start", planted, "--", *overrides, core=core)
+    return run_in(place, "verl_rc.main_ppo", *overrides, core=core)
 
 
-def run_in(place: Path, module: str, *arguments: str) -> int:
-    """Run ``python -m module`` with its output in ``output.log`` of a folder; returns its exit status."""
+def run_in(place: Path, module: str, *arguments: str, core: int | None = None) -> int:
+    """Run ``python -m module`` on one core (None: all), its output in ``output.log`` of a folder; returns its exit status."""
     place.mkdir(parents=True, exist_ok=True)
-    with (place / "output.log").open("w", encoding="utf-8") as output:
-        command = [sys.executable, "-m", module, *arguments]
-        return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    command = [sys.executable, "-m", module, *arguments]
+    # Two Ray clusters on one machine find each other by their temporary folder, whose path has to be short.
+    with (place / "output.log").open("w", encoding="utf-8") as output, tempfile.TemporaryDirectory(prefix="ray") as of_ray:
+        own = {} if core is None else {"RAY_TMPDIR": of_ray}
+        started = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, stdout=output, stderr=subprocess.STDOUT)
+        if core is not None:
+            os.sched_setaffinity(started.pid, {core})  # what it starts inherits this
+        return started.wait()
 
 
 def prepare(folder: Path, task: Task = QUICKSTART) -> None:

@@ -1,6 +1,8 @@
 """The studies of scripts/evidence: every arm is a valid run, an interrupted study goes on, results of two kinds never mix."""
 
 import json
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from evidence import machine
 from evidence.machine import refused
-from evidence.runs import MixedResultsError, Run, known_runs, missing, prepare, quick, run_all
+from evidence.runs import MixedResultsError, Run, known_runs, missing, prepare, quick, run_all, run_in
 from evidence.studies import ACCURACY, STUDIES, Study, Task
 from evidence.tables import has_collapsed, interval, section
 
@@ -25,7 +27,7 @@ class Trainer:
     def __init__(self, **ends: int) -> None:
         self.ends, self.started = ends, list[str]()
 
-    def __call__(self, overrides: Sequence[str], planted: str) -> int:
+    def __call__(self, overrides: Sequence[str], planted: str, core: int | None) -> int:
         given = dict(text.split("=", 1) for text in overrides)
         name = ("a" if given["x"] == "1" else "b") + given["trainer.seed"]
         self.started.append(name)
@@ -60,6 +62,34 @@ def test_a_study_that_was_interrupted_goes_on_where_it_was(tmp_path: Path) -> No
     assert again.started == ["a2", "b2"]
     assert finish(tmp_path, Trainer()) == []
     assert set(known_runs(tmp_path / "s.jsonl", STUDY)) == {("a", 1), ("b", 1), ("a", 2), ("b", 2)}
+
+
+def test_runs_of_a_study_share_the_cores(tmp_path: Path) -> None:
+    """Two of four at a time: each waits for another one, on the other core."""
+    both, seen = threading.Barrier(2, timeout=60), list[int | None]()
+
+    def start(overrides: Sequence[str], planted: str, core: int | None) -> int:
+        seen.append(core)
+        both.wait()
+        return 0
+
+    results = tmp_path / "s.jsonl"
+    runs = list(run_all(STUDY, missing(STUDY, {}), tmp_path, results, start, cores=(3, 5)))
+    assert sorted(map(str, seen)) == ["3", "3", "5", "5"]
+    assert len(runs) == len(known_runs(results, STUDY)) == 4
+
+
+def test_a_run_on_one_core_has_a_ray_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = min(os.sched_getaffinity(0))
+    (tmp_path / "says.py").write_text("import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('RAY_TMPDIR'))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/mine")
+    assert run_in(tmp_path, "says", core=core) == 0
+    cores, folder = (tmp_path / "output.log").read_text().rsplit(maxsplit=1)
+    assert cores == f"[{core}]"
+    assert folder != "/tmp/mine"
+    assert run_in(tmp_path, "says") == 0
+    assert (tmp_path / "output.log").read_text() == f"{sorted(os.sched_getaffinity(0))} /tmp/mine\n"
 
 
 def test_a_run_that_fails_is_a_result(tmp_path: Path) -> None:
@@ -100,7 +130,7 @@ def test_a_collapse_is_a_fall_below_the_best(values: list[float], fell: bool) ->
 def test_a_run_says_what_was_planted_and_what_it_started_from(tmp_path: Path) -> None:
     told = list[str]()
 
-    def start(overrides: Sequence[str], planted: str) -> int:
+    def start(overrides: Sequence[str], planted: str, core: int | None) -> int:
         told.append(planted)
         assert f"actor_rollout_ref.model.path={tmp_path / 'long' / 'sft_model'}" in overrides
         return 0
