@@ -162,8 +162,52 @@ def _sampling_faults() -> Study:
     )
 
 
+def _decisions() -> Study:
+    section = "algorithm.rollout_correction"
+    kept, excluded = f"{section}.rejection_denominator=kept", f"{section}.rejected_in_group_baseline=exclude"
+    normalised = f"{section}.rollout_is_batch_normalize=True"
+    rows = ("correction=decoupled_seq_is_rs",)
+    token, sequence = ("correction=decoupled_token_is",), ("correction=decoupled_seq_is",)
+    band = (*token, f"{section}.rollout_rs=seq_sum_k1")
+    return Study(
+        question="Samples are up to four steps old. What do the smaller decisions weigh: what a loss is divided by when rows are "
+        "rejected (all tokens or the kept ones), whether rejected rows count in their group's baseline, weights divided by their "
+        "mean, bounds on train/rollout as documented (0.5 to 5) against verl's executed ones (0.2 to 2), and a policy gradient "
+        "with weights in bypass mode against the clip that verl runs when it is asked for that?",
+        expectation="None of them weighs more than what seeds differ by, but for two: the kept tokens as denominator learn "
+        "faster than all tokens, as a higher learning rate would; and the policy gradient without a clip learns less "
+        "than the clip.",
+        found="",
+        common=(
+            *("task=digits", "hardware=cpu", f"{ROLLOUT}.dtype=bfloat16"),
+            *("async=one_step_off", "async_training.staleness_threshold=4", "actor_rollout_ref.actor.optim.lr=5e-5"),
+            *("trainer.total_training_steps=60", "trainer.test_freq=10", "trainer.save_freq=-1"),
+            *("actor_rollout_ref.actor.optim.lr_scheduler_type=constant", "trainer.report=never"),
+        ),
+        arms={
+            "rejection all-tokens counted": rows,
+            "rejection kept-tokens counted": (*rows, kept),
+            "rejection all-tokens excluded": (*rows, excluded),
+            "rejection kept-tokens excluded": (*rows, kept, excluded),
+            "weights token": token,
+            "weights token normalised": (*token, normalised),
+            "weights sequence": sequence,
+            "weights sequence normalised": (*sequence, normalised),
+            "bounds documented": (*band, f"{section}.rollout_rs_threshold=0.5_5.0"),
+            "bounds executed": (*band, f"{section}.rollout_rs_threshold=0.2_2.0"),
+            "bypass policy-gradient": ("correction=bypass_pg_is",),
+            "bypass clip": ("correction=bypass_ppo_clip",),
+        },
+        seeds=(1, 2, 3),
+        minutes=2.5,
+        figures=("rejection", "weights", "bounds", "bypass"),
+        quick=("bypass policy-gradient", "bypass clip"),
+    )
+
+
 STUDIES: Mapping[str, Study] = {
     "staleness": _staleness(),
     "quantised": _quantised(),
     "sampling_faults": _sampling_faults(),
+    "decisions": _decisions(),
 }
