@@ -51,10 +51,10 @@ class Run:
     """What the workers did wrong."""
 
     @property
-    def made_by(self) -> list[str]:
+    def made_by(self) -> set[str]:
         """All that decides the numbers."""
         settings = (f"{name}={value}" for name, value in self.settings.items())
-        return [*self.overrides, *settings, *([f"PLANTED_FAULT={self.planted}"] if self.planted else [])]
+        return {*self.overrides, *settings, *([f"PLANTED_FAULT={self.planted}"] if self.planted else [])}
 
 
 class MixedResultsError(ValueError):
@@ -70,7 +70,7 @@ def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
     for _, line in whole_lines(results) if results.is_file() else ():
         run = Run(**json.loads(line))
         if run.arm in study.arms and run.made_by != (would := planned(study, run.arm, run.seed).made_by):
-            now = set(would) ^ set(run.made_by)
+            now = would ^ run.made_by
             raise MixedResultsError(
                 f"{results} holds '{run.arm}', seed {run.seed}, run with other overrides than the study has now: "
                 f"{', '.join(sorted(now))} differ. Move the file away to run the study anew, or take the change back."

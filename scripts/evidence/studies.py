@@ -46,6 +46,13 @@ LONG_RUN = (
 )
 """Overrides of every run on the long task: twice the usual learning rate, at which a gap that nothing corrects can do harm."""
 
+SHORT_RUN = (
+    *("task=digits", "hardware=cpu", "trainer.report=never"),
+    *("trainer.total_training_steps=60", "trainer.test_freq=10", "trainer.save_freq=-1"),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
+)
+"""Overrides of runs on the quickstart's task."""
+
 
 @dataclass(frozen=True)
 class Study:
@@ -92,11 +99,7 @@ def _staleness() -> Study:
         "in step learn little: those with token weights most in each seed, those without correction and with bypass "
         "mode's clip least, and one with sequence weights breaks. One step and more old every run breaks at that rate, but for "
         "bypass mode's at one step.",
-        common=(
-            *("task=digits", "hardware=cpu", "actor_rollout_ref.rollout.quantization=fp8_per_channel"),
-            *("trainer.total_training_steps=60", "trainer.test_freq=10", "trainer.save_freq=-1"),
-            *("actor_rollout_ref.actor.optim.lr_scheduler_type=constant", "trainer.report=never"),
-        ),
+        common=(*SHORT_RUN, _FP8_WEIGHTS),
         arms=arms,
         seeds=(1, 2, 3),
         minutes=2.5,
@@ -151,13 +154,12 @@ def _sampling_faults() -> Study:
         "weights repair what was sampled, and not what never is. Raw log-probs at a temperature of 0.7 mislead "
         "weights: with them a run learns no better than without.",
         found="",
-        common=(*LONG_RUN, f"{ROLLOUT}.dtype=bfloat16"),
+        common=(*SHORT_RUN, f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.actor.optim.lr=1e-4"),
         arms={f"{fault} {correction}": (f"correction={correction}", *faults[fault][1]) for fault, correction in pairs},
         seeds=(1, 2, 3),
-        minutes=5,
+        minutes=2.5,
         figures=corrections,
         quick=("temperature0.9 disabled", "temperature0.9 decoupled_token_is"),
-        task=LONG,
         planted={f"{fault} {correction}": faults[fault][0] for fault, correction in pairs},
     )
 
@@ -179,10 +181,8 @@ def _decisions() -> Study:
         "than the clip.",
         found="",
         common=(
-            *("task=digits", "hardware=cpu", f"{ROLLOUT}.dtype=bfloat16"),
-            *("async=one_step_off", "async_training.staleness_threshold=4", "actor_rollout_ref.actor.optim.lr=5e-5"),
-            *("trainer.total_training_steps=60", "trainer.test_freq=10", "trainer.save_freq=-1"),
-            *("actor_rollout_ref.actor.optim.lr_scheduler_type=constant", "trainer.report=never"),
+            *(*SHORT_RUN, f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.actor.optim.lr=5e-5"),
+            *("async=one_step_off", "async_training.staleness_threshold=4"),
         ),
         arms={
             "rejection all-tokens counted": rows,
