@@ -205,9 +205,37 @@ def _decisions() -> Study:
     )
 
 
+def _controls() -> Study:
+    rate, bf16 = "actor_rollout_ref.actor.optim.lr", f"{ROLLOUT}.dtype=bfloat16"
+    controls = {
+        "rate-0": (bf16, f"{rate}=0"),
+        "shuffled-rewards": (bf16, f"{rate}=5e-5", "reward.custom_reward_function.path=recipes/controls/shuffled_rewards.py"),
+        "float32": (f"{ROLLOUT}.dtype=float32", f"{rate}=5e-5"),
+    }
+    corrections = ("disabled", "decoupled_token_is")
+    return Study(
+        question="Controls: no learning at a rate of 0, nothing to learn from rewards of other answers, and nothing to correct "
+        "beside an engine in float32, which computes as the trainer does.",
+        expectation="At a rate of 0 accuracy stays what it was, to the prompt. With shuffled rewards it does not rise. In "
+        "float32 both arms learn alike. Correction changes none of the three.",
+        found="",
+        common=SHORT_RUN,
+        arms={
+            f"{control} {correction}": (f"correction={correction}", *given)
+            for control, given in controls.items()
+            for correction in corrections
+        },
+        seeds=(1, 2, 3),
+        minutes=2.5,
+        figures=tuple(controls),
+        quick=("shuffled-rewards disabled", "float32 disabled"),
+    )
+
+
 STUDIES: Mapping[str, Study] = {
     "staleness": _staleness(),
     "quantised": _quantised(),
     "sampling_faults": _sampling_faults(),
     "decisions": _decisions(),
+    "controls": _controls(),
 }
