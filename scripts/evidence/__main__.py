@@ -10,14 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from evidence import bill
+from evidence import against_verl, bill
 from evidence.machine import refused
 from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, quick, run_all, start_trainer
-from evidence.studies import STUDIES
+from evidence.studies import STUDIES, Study
 from evidence.tables import FALL, accuracies, draw, section
 
 PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence"
-BILLS = RESULTS / "bill.jsonl"
+BILLS, COMPARED = RESULTS / "bill.jsonl", RESULTS / "against_verl.jsonl"
 HEAD = f"""# Evidence
 
 What happens when rollout and trainer disagree, and what each correction does about it: runs of this
@@ -36,17 +36,37 @@ def write_page() -> None:
         blocks += section(name, study, runs)
     if bills := bill.read_bills(BILLS):
         blocks += bill.section(bills, known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY]))
+    if lines := against_verl.read_lines(COMPARED):
+        blocks += against_verl.section(lines)
     PAGE.write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+
+
+def run_missing(study: Study, results: Path, given: argparse.Namespace) -> None:
+    """Run what is missing of a study on this machine, as the command line asks; what is found goes to ``results``."""
+    known = known_runs(results, study)
+    todo = quick(study, known) if given.quick else missing(study, known, given.words)
+    impossible = refused(study, dict.fromkeys(arm for arm, _ in todo))
+    todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
+    for reason in sorted(set(impossible.values())):
+        print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
+    print(f"{len(todo)} runs, some {len(todo) * study.minutes:.0f} minutes on two idle cores", flush=True)
+    prepare(given.folder, study.task)
+    cores = [int(core) for core in given.cores.split(",") if core] or [None]
+    for run in run_all(study, todo, given.folder, results, start_trainer, cores):
+        found = accuracies(run) or [float("nan")]
+        print(f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True)
 
 
 def main() -> int:
     """Run what is missing of a study and write the page."""
     parser = argparse.ArgumentParser(prog="python -m scripts.evidence", description=__doc__)
-    parser.add_argument("name", choices=[*STUDIES, "bill", "page"], help="a study; 'page' writes docs/evidence.md alone")
+    names = [*STUDIES, "bill", "against_verl", "page"]
+    parser.add_argument("name", choices=names, help="a study; 'page' writes docs/evidence.md alone")
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: k8 disabled")
     parser.add_argument("--cores", default="", metavar="0,1", help="a run on each of these at a time; without: one run on all")
     parser.add_argument("--quick", action="store_true", help="one seed of the arms that show the sign of the effect")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept")
+    parser.add_argument("--verl", type=Path, help="of against_verl: the folder that verl was installed in")
     given = parser.parse_args()
     try:
         if given.name == "bill":
@@ -54,20 +74,15 @@ def main() -> int:
             found_bills = list(bill.bills_of(given.folder / bill.STUDY, known))
             print(f"{len(found_bills)} of {len(known)} runs have records below {given.folder / bill.STUDY}", flush=True)
             bill.write_bills(BILLS, found_bills)
+        elif given.name == "against_verl":
+            if given.verl is None:
+                parser.error("--verl must be the folder that verl was installed in, see docs/evidence.md")
+            run_missing(against_verl.RUNS, given.folder / "against_verl.jsonl", given)
+            batches = list(against_verl.batches_of(given.folder / "against_verl"))
+            lines = list(against_verl.compare(batches, against_verl.ask_verl(given.verl)))
+            against_verl.write_lines(COMPARED, lines)
         elif given.name != "page":
-            study, results = STUDIES[given.name], RESULTS / f"{given.name}.jsonl"
-            known = known_runs(results, study)
-            todo = quick(study, known) if given.quick else missing(study, known, given.words)
-            impossible = refused(study, dict.fromkeys(arm for arm, _ in todo))
-            todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
-            for reason in sorted(set(impossible.values())):
-                print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
-            print(f"{len(todo)} runs, some {len(todo) * study.minutes:.0f} minutes on two idle cores", flush=True)
-            prepare(given.folder, study.task)
-            cores = [int(core) for core in given.cores.split(",") if core] or [None]
-            for run in run_all(study, todo, given.folder, results, start_trainer, cores):
-                found = accuracies(run) or [float("nan")]
-                print(f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True)
+            run_missing(STUDIES[given.name], RESULTS / f"{given.name}.jsonl", given)
         write_page()
     except MixedResultsError as error:
         print(error, file=sys.stderr)
