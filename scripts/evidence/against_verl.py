@@ -95,8 +95,8 @@ CASES: Mapping[str, Sequence[str]] = {
 """By row of the table: presets that both sides have, or fields of both configurations."""
 _PREFIX, _K1_FRACTION = "rollout_corr/", re.compile(r"(_k1_(?:seq_)?fraction_)(high|low)$")
 _OF_TOKENS = "rollout_is_ess_applied_token"
-_ALIKE = 1e-5
-"""Relative difference of metrics that count as the same: as in ``tests/golden``."""
+_ALIKE, _ZERO = 1e-5, 1e-9
+"""Metrics are the same within this part of themselves, as in ``tests/golden``, or when they differ by this much at most."""
 _WHY = {
     "rollout_is_seq_mean": "in verl a row without tokens has the weight 0",
     "training_ppl": "and the perplexity 1",
@@ -181,7 +181,7 @@ def compare(recorded: Sequence[Recorded], ask: Ask) -> Iterator[Compared]:
             differing={
                 name: [float(f"{value:.6g}") for value in pair]
                 for name, pair in metrics.items()
-                if not math.isclose(*pair, rel_tol=_ALIKE, abs_tol=1e-12)
+                if not math.isclose(*pair, rel_tol=_ALIKE, abs_tol=_ZERO)
             },
         )
 
@@ -258,7 +258,7 @@ def section(lines: Sequence[Compared]) -> list[str]:
     otherwise = f" but with {_and(turned)}" if turned else ""
     other_meaning = f" but for {_and(defined)}" if defined else ""
     found = (
-        f"Found: {len(batches)} whole batches ({_and(list(dict.fromkeys(line.samples for line in lines)))}), "
+        f"Found: {len(batches)} whole batches ({_and(_samples(lines))}; k4: up to four steps old), "
         f"{sum(batches.values()):,} tokens, {len({line.case for line in lines})} ways to correct them. Weights differ by "
         f"{weights:.1g} of themselves at most. Both keep the same tokens everywhere{otherwise}. Where they do, metrics are the "
         f"same within {_ALIKE:g}{other_meaning}, and but for batches with empty rows."
@@ -281,9 +281,10 @@ def _row(name: str, lines: Sequence[Compared]) -> str:
     )
     differing, metrics = sum(len(line.differing) for line in lines), sum(line.metrics for line in lines)
     if otherwise:
-        of_one = (by_verl - kept + otherwise) / 2 / max(by_verl, 1)
-        said = f"verl keeps {by_verl / tokens:.0%} of the tokens, this project {kept / tokens:.0%}; {of_one:.0%} of what verl "
-        said += "keeps is outside the band of train/rollout"
+        said = (
+            f"verl keeps {by_verl / tokens:.0%} of the tokens, this project {kept / tokens:.0%}; of what verl keeps, so much is "
+            f"outside the band of train/rollout: {', '.join(f'{one} {_outside(lines, one):.0%}' for one in _samples(lines))}"
+        )
     else:
         names = [*_WHY, *sorted({metric for line in lines for metric in line.differing} - {*_WHY})]
         said = "; ".join([text for metric in names if (text := _worst(metric, lines))][:2]) or "nothing"
@@ -296,6 +297,19 @@ def _row(name: str, lines: Sequence[Compared]) -> str:
         said,
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _samples(lines: Sequence[Compared]) -> list[str]:
+    return list(dict.fromkeys(line.samples for line in lines))
+
+
+def _outside(lines: Sequence[Compared], samples: str) -> float:
+    """Of the tokens that verl keeps, the share that is rejected here."""
+    ours, by_verl, otherwise = (
+        sum(getattr(line, field) for line in lines if line.samples == samples)
+        for field in ("kept", "kept_by_verl", "kept_otherwise")
+    )
+    return (by_verl - ours + otherwise) / 2 / max(by_verl, 1)
 
 
 def _worst(metric: str, lines: Sequence[Compared]) -> str:

@@ -35,6 +35,7 @@ from torch import Tensor
 from verl_rc.config.load import load_run_config
 
 ROOT = Path(__file__).resolve().parents[3]
+PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence" / "against_verl.jsonl"
 PRESETS_OF_VERL = json.loads((ROOT / "tests" / "golden" / "presets.json").read_text())["presets"]
 RATIOS = torch.tensor([[0.3, 3.0, 1.0], [1.0, 0.6, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False], [True, False, False]])
@@ -184,14 +185,16 @@ def test_the_page_says_what_differs() -> None:
         line("band", (60, 80, 40), {"kl": [1.0, 2.0]}),
     ]
     text = " ".join("\n".join(section(lines)).split())
-    assert "2 whole batches (k4 fp8), 200 tokens, 3 ways to correct them. Weights differ by 2e-07" in text
+    assert "2 whole batches (k4 fp8; k4: up to four steps old), 200 tokens, 3 ways to correct them." in text
+    assert "Weights differ by 2e-07 of themselves at most." in text
     assert "Both keep the same tokens everywhere but with band. Where they do" in text
     assert f"metrics are the same within 1e-05 but for `{ess}` and `zzz`, and but for" in text
     assert "| same | 1 | 2e-07 | 0 of 100 | 0 of 10 | nothing |" in text
     assert f"| ess | 1 | 2e-07 | 0 of 200 | 3 of 20 | `{ess}` 0.5, in verl 0.25 (of rows;" in text
     assert "`zzz` 1, in verl 2 |" in text
     # Both keep 50 tokens: (60 + 80 - 40) / 2. Of verl's 80 that leaves 30.
-    assert "40 of 100 | 1 of 10 | verl keeps 80% of the tokens, this project 60%; 38% of what verl keeps is outside" in text
+    assert "40 of 100 | 1 of 10 | verl keeps 80% of the tokens, this project 60%; of what verl keeps, so much is outside" in text
+    assert "band of train/rollout: k4 fp8 38% |" in text
     assert "everywhere. Where they do" in " ".join("\n".join(section(lines[:1])).split())
 
 
@@ -200,3 +203,7 @@ def test_lines_are_read_as_they_were_written(tmp_path: Path) -> None:
     write_lines(tmp_path / "lines.jsonl", lines)
     assert read_lines(tmp_path / "lines.jsonl") == lines
     assert read_lines(tmp_path / "none.jsonl") == []
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert "\n\n".join(section(read_lines(RESULTS))) in PAGE.read_text(encoding="utf-8")
