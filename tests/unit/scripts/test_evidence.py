@@ -13,7 +13,7 @@ from evidence import machine
 from evidence.machine import refused
 from evidence.runs import MixedResultsError, Run, known_runs, missing, prepare, quick, run_all, run_in
 from evidence.studies import ACCURACY, STUDIES, Study, Task
-from evidence.tables import has_collapsed, interval, section
+from evidence.tables import has_collapsed, interval, section, steps_of_collapse
 
 from verl_rc.config.load import load_run_config
 from verl_rc.rollout.fp8_products import Fp8Timings
@@ -125,6 +125,13 @@ def test_the_interval_covers_seeds_and_prompts() -> None:
 @pytest.mark.parametrize(("values", "fell"), [([0.2, 0.6, 0.55], False), ([0.2, 0.6, 0.45], True), ([], True)])
 def test_a_collapse_is_a_fall_below_the_best(values: list[float], fell: bool) -> None:
     assert has_collapsed(Run("a", 1, [], 0, 1.0, {ACCURACY: list(enumerate(values))})) is fell
+
+
+def test_a_collapse_is_told_with_its_step() -> None:
+    """From the validation on after which the run never came back."""
+    values = {"fell": [0.2, 0.6, 0.4, 0.55, 0.45, 0.3], "rose": [0.2, 0.3], "failed": []}
+    runs = [Run("a", seed, [], 1, 1.0, {ACCURACY: list(enumerate(of_run))}) for seed, of_run in enumerate(values.values())]
+    assert steps_of_collapse(runs) == [4]
 
 
 def test_a_run_says_what_was_planted_and_what_it_started_from(tmp_path: Path) -> None:
