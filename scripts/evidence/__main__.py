@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import against_verl, bill
-from evidence.machine import refused
+from evidence.machine import cores_of, refused
 from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, quick, run_all, start_trainer
 from evidence.studies import STUDIES, Study
 from evidence.tables import FALL, accuracies, draw, section
@@ -51,8 +51,7 @@ def run_missing(study: Study, results: Path, given: argparse.Namespace) -> None:
         print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
     print(f"{len(todo)} runs, some {len(todo) * study.minutes:.0f} minutes on two idle cores", flush=True)
     prepare(given.folder, study.task)
-    cores = [int(core) for core in given.cores.split(",") if core] or [None]
-    for run in run_all(study, todo, given.folder, results, start_trainer, cores):
+    for run in run_all(study, todo, given.folder, results, start_trainer, given.cores):
         found = accuracies(run) or [float("nan")]
         print(f"{run.arm}, seed {run.seed}: {found[0]:.3f} to {found[-1]:.3f}, {run.seconds:.0f} s", flush=True)
 
@@ -63,7 +62,7 @@ def main() -> int:
     names = [*STUDIES, "bill", "against_verl", "page"]
     parser.add_argument("name", choices=names, help="a study; 'page' writes docs/evidence.md alone")
     parser.add_argument("words", nargs="*", help="words that an arm's name must have, such as: k8 disabled")
-    parser.add_argument("--cores", default="", metavar="0,1", help="a run on each of these at a time; without: one run on all")
+    parser.add_argument("--cores", type=cores_of, default="", metavar="0,1", help="a run on each at a time; without: one on all")
     parser.add_argument("--quick", action="store_true", help="one seed of the arms that show the sign of the effect")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "evidence", help="where models, data and runs are kept")
     parser.add_argument("--verl", type=Path, help="of against_verl: the folder that verl was installed in")

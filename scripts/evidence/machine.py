@@ -1,5 +1,7 @@
-"""Which arms of a study this machine can run: fp8 is fast on some CPUs, and thousands of times slower on others."""
+"""What this machine can run: fp8 is fast on some CPUs and thousands of times slower on others; cores differ, too."""
 
+import os
+from argparse import ArgumentTypeError
 from collections.abc import Collection
 
 from evidence.studies import Study
@@ -8,6 +10,20 @@ from verl_rc.rollout.fp8_products import require_fp8_cache, time_fp8_products
 
 FP8_WEIGHTS, FP8_CACHE = "actor_rollout_ref.rollout.quantization=fp8", "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
 """How overrides begin that make engines compute in fp8, and keep what they computed."""
+
+
+def cores_of(text: str) -> list[int | None]:
+    """The cores in ``0,1``, each for a run of its own; ``[None]``, all for one run, in no text.
+
+    Raises ``ArgumentTypeError`` for a core that this process may not use, or where a process cannot be kept on one.
+    """
+    if not text:
+        return [None]
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    cores = [int(core) for core in text.split(",")]
+    if not set(cores) <= usable:
+        raise ArgumentTypeError(f"must name cores that this process may use, {sorted(usable) or 'none here'}; got {text}")
+    return [*cores]
 
 
 def refused(study: Study, arms: Collection[str]) -> dict[str, str]:

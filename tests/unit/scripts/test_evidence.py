@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evidence import machine
-from evidence.machine import refused
+from evidence.machine import cores_of, refused
 from evidence.runs import MixedResultsError, Run, known_runs, missing, prepare, quick, run_all, run_in
 from evidence.studies import ACCURACY, STUDIES, Study, Task
 from evidence.tables import has_collapsed, interval, section, steps_of_collapse
@@ -77,6 +78,17 @@ def test_runs_of_a_study_share_the_cores(tmp_path: Path) -> None:
     runs = list(run_all(STUDY, missing(STUDY, {}), tmp_path, results, start, cores=(3, 5)))
     assert sorted(map(str, seen)) == ["3", "3", "5", "5"]
     assert len(runs) == len(known_runs(results, STUDY)) == 4
+
+
+def test_cores_that_a_run_cannot_be_kept_on_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3})
+    assert cores_of("") == [None]
+    assert cores_of("3,0") == [3, 0]
+    with pytest.raises(ArgumentTypeError, match=r"may use, \[0, 3\]; got 0,1"):
+        cores_of("0,1")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    with pytest.raises(ArgumentTypeError, match="none here; got 0"):
+        cores_of("0")
 
 
 def test_a_run_on_one_core_has_a_ray_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
