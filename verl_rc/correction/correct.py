@@ -68,6 +68,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         entropies: ``[B, T]``, nats, of the train policy's distributions; read with ``diagnostics=full``.
         sum_pi_squared: ``[B, T]``, sums of their squared probabilities; read with ``diagnostics=full``.
         varentropies: ``[B, T]``, nats^2, variances of the log-prob of a token drawn from them; read with ``diagnostics=full``.
+            Without them there is no ``surprisal_excess_bound``.
         current_version: Version from which ages count; None: the newest of ``policy_versions``.
 
     Raises:

@@ -7,6 +7,7 @@ independent noise of variance ``s^2`` on every logit gives l the variance ``s^2 
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -36,10 +37,11 @@ def signature_sums(log_probs: LogProbs, facts: SequenceContext, ratios: Moments[
     padding.
     """
     ratio = LogRatio.from_log_probs(LogProbs(*map(_drawn, (log_probs.train, log_probs.rollout, log_probs.response_mask))))
-    logs, temperature, surprisal, gradients, varentropies = ratio.precise, None, None, None, None
+    logs, temperature, surprisal, deviations, gradients, varentropies = ratio.precise, None, None, None, None, None
     if facts.entropies is not None:
         centred = torch.addcmul(ratio.train, _finite(_drawn(facts.entropies), ratio), ratio.ones).double()
-        temperature = Quotient.from_sequences(_total(logs * centred), _total(centred.square()))
+        deviations = _by_position(centred.square())
+        temperature = Quotient.from_sequences(_total(logs * centred), torch.stack(deviations).sum(dim=0))
         surprisal = Mean(-_total(centred), _total(ratio.ones))
     if facts.sum_pi_squared is not None:
         less_one = torch.add(_finite(_drawn(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
@@ -52,6 +54,7 @@ def signature_sums(log_probs: LogProbs, facts: SequenceContext, ratios: Moments[
         gradients=gradients,
         temperature=temperature,
         surprisal=surprisal,
+        deviations=deviations,
         varentropies=varentropies,
     )
 
@@ -109,8 +112,9 @@ def signature_metrics(found: Signatures[float], head: HeadSums[float], log_ratio
         metrics["temperature_slope"] = found.temperature.value
         metrics["temperature_r2"] = products**2 / (squares * square) if squares * square else 0.0
         metrics["surprisal_excess"] = found.surprisal.value
-        if found.varentropies is not None:
-            metrics["surprisal_excess_bound"] = _surprisal_bound(found.varentropies, found.surprisal.count, log_ratios)
+        if found.varentropies is not None and found.deviations is not None:
+            tokens = found.surprisal.count
+            metrics["surprisal_excess_bound"] = _surprisal_bound(found.varentropies, found.deviations, tokens, log_ratios)
     if found.gradients is not None:
         parts = enumerate(zip(found.squares, found.gradients, strict=True))
         noise = {"logit_noise": (square, math.fsum(found.gradients))} | {f"position_{n}_logit_noise": part for n, part in parts}
@@ -118,18 +122,21 @@ def signature_metrics(found: Signatures[float], head: HeadSums[float], log_ratio
     return metrics
 
 
-def _surprisal_bound(varentropies: Sequence[float], tokens: float, log_ratios: Sequence[float]) -> float:
+def _surprisal_bound(
+    varentropies: Sequence[float], deviations: Sequence[float], tokens: float, log_ratios: Sequence[float]
+) -> float:
     """How far the mean of u can be from 0 for tokens drawn from the reported mu: what mu makes, and what chance does.
 
-    The variances are those of the distributions: where the trainer is certain of most tokens, a step may hold none of the
-    unlikely ones that make the variance, and the tokens that it holds would say that there is next to none.
+    ``varentropies`` and ``deviations``: sums of V and of u^2, by position. Of chance the larger one counts. Where the trainer is
+    certain of most tokens, a step may draw none of the unlikely ones that make V, and u^2 is next to nothing; or it draws one
+    where V has room for a small part of one.
     """
     if not tokens:
         return 0.0
     # Cauchy-Schwarz on E_mu[u] = E_pi[(1 / rho - 1) u].
     distance = math.sqrt(max(_mean_reciprocal(log_ratios) - 1.0, 0.0))
     # Given the tokens before it, u of a token has mean 0: variances add up. A token that counts as n has n^2 times its own.
-    of_sum = math.fsum(stride * part for stride, part in zip(STRIDES, varentropies, strict=True))
+    of_sum = max(math.fsum(map(operator.mul, STRIDES, parts)) for parts in (varentropies, deviations))
     return distance * math.sqrt(math.fsum(varentropies) / tokens) + BOUNDS.z * math.sqrt(of_sum) / tokens
 
 

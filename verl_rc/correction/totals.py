@@ -194,6 +194,8 @@ class Signatures(Generic[T]):
     """``l u`` by ``u^2``; None where entropies are unknown."""
     surprisal: Mean[T] | None
     """``-u``, by tokens; None likewise."""
+    deviations: tuple[T, ...] | None
+    """``u^2``, by position in the response; None likewise."""
     varentropies: tuple[T, ...] | None
     """``V``, by position in the response; None where it is unknown."""
 

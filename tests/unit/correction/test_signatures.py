@@ -81,7 +81,10 @@ def by_hand(train: Tensor, rollout: Tensor, mask: Tensor, *facts: Tensor) -> dic
     whole = math.fsum(w for w, *_ in weighted)
     found["surprisal_excess"] = math.fsum(surprisals) / whole
     spread = math.sqrt(math.fsum(w * v for w, *_, v in weighted) / whole)
-    error = math.sqrt(math.fsum(w * w * v for w, *_, v in weighted)) / whole
+    chance = max(math.fsum(w * w * x for w, x in pairs) for pairs in (
+        [(w, v) for w, *_, v in weighted], [(w, (pi + h) ** 2) for w, _, pi, _, h, *_ in weighted]
+    ))  # fmt: skip
+    error = math.sqrt(chance) / whole
     reciprocal = statistics.fmean(math.exp(mu - pi) for _, pi, mu, *_ in tokens)
     found["surprisal_excess_bound"] = math.sqrt(max(reciprocal - 1, 0)) * spread + 6 * error
 
@@ -258,6 +261,16 @@ def test_a_policy_that_is_certain_of_most_tokens_may_draw_no_unlikely_one() -> N
         assert abs(found["surprisal_excess"]) < found["surprisal_excess_bound"], seed
         few += not tokens.any()
     assert few > 60
+
+
+def test_a_policy_that_is_certain_of_everything_may_draw_an_unlikely_token() -> None:
+    """Of 384 tokens 0.02 unlikely ones are expected, and one is drawn: it is alone more than what the others vary by."""
+    likely = torch.full((96, 4), 1 - 0.02 / 384, dtype=torch.float64)
+    log_probs = torch.stack([likely, 1 - likely], dim=-1).log()
+    drawn_ones = log_probs[..., 0].float()
+    drawn_ones[3, 2] = log_probs[3, 2, 1]
+    found = signatures(drawn_ones, drawn_ones, torch.ones(96, 4), *facts_of(log_probs))
+    assert 0.02 < found["surprisal_excess"] < found["surprisal_excess_bound"]
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 1, 2])

@@ -52,7 +52,7 @@ def test_values_are_those_of_the_definition(temperature: float, elements: int, m
 
 
 def test_tokens_that_cannot_be_drawn_add_no_varentropy() -> None:
-    """Three of four tokens in equal parts, then 1/3 and 2/3: p (1 - p) (log 2)^2."""
+    """Three tokens in equal parts have one log-prob; 1/3 and 2/3 have p (1 - p) (log 2)^2; a certain token has no variance."""
     log2, never = math.log(2), -1000.0
     given = torch.tensor([[0.0, 0.0, 0.0, never], [0.0, log2, never, never], [0.0, -200.0, never, never]])
     found = scores_of(given, tokens=torch.zeros(3, dtype=torch.int64)).varentropies

@@ -166,8 +166,8 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "surprisal_excess_bound",
         "nats",
-        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ V) / tokens: the most that surprisal_excess can be, up or down, for "
-        "tokens drawn from what the engine reports",
+        f"√(mean(1/ρ) − 1) · √(mean V) + {BOUNDS.z:g} √(Σ n² V, or Σ n² u² where that is more) / tokens, n: how often a token "
+        "counts. Beyond it, up or down, surprisal_excess is not chance where tokens are drawn from what the engine reports",
         None,
     ),
     ("logit_noise", "nats", "√(Σ l² / Σ g): independent noise on the logits that would make such a gap", (0, 0.15)),

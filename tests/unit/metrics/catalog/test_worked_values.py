@@ -666,7 +666,7 @@ def signs_of_misalignment():
 @example
 def signatures_of_causes():
     """Log-probs -2, -3 | -1 | -3 and entropies 3, 2 | 2 | 3 in ln 2, so u = 1, -1 | 1 | 0; sums of squared probabilities 1/2;
-    varentropies 2, 1 | 1 | 0 in ln 2 squared.
+    varentropies 2, 1 | 1 | 0 in ln 2 squared, which add up to more than u squared does.
 
     With l = 0, -2 | 2 | -2, l u is 0, 2 | 2 | 0. 1 - rho is 0, 3/4 | -3 | 3/4, and g = 1 - 2p + Q is 1, 5/4 | 1/2 | 5/4. Standard
     errors: the root of the rows' squared (sum of a - quotient times sum of b), over the sum of b.
