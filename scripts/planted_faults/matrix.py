@@ -3,11 +3,12 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from planted_faults.faults import LEFT_OUT, Fault
-from planted_faults.runs import PLANS, PlantedRun
+from planted_faults.runs import PLANS, PlantedRun, overrides_of
 
 from verl_rc.report.run_folder import RunData, read_run
 from verl_rc.report.verdict import judge
@@ -54,12 +55,17 @@ def _outcome(first: Statement, fault: Fault) -> str:
     return "not separable" if first.cause in NOT_SEPARABLE else "wrong"
 
 
+def made_by(arm: str, seed: int) -> str:
+    """A fingerprint of all that decides the numbers of a run."""
+    return sha256(json.dumps([overrides_of(arm, seed), PLANS[arm].planted]).encode()).hexdigest()[:12]
+
+
 def row_of(run: PlantedRun) -> dict[str, Any]:
     """One row of the matrix."""
     fault, data = PLANS[run.arm], read_run(run.folder)
     ended_with = _last_error(run.folder / "output.log") if run.exit_status else ""
     row: dict[str, Any] = {"arm": run.arm, "fault": fault.number, "seed": run.seed, "exit_status": run.exit_status}
-    row["seconds"] = run.seconds
+    row |= {"seconds": run.seconds, "made_by": made_by(run.arm, run.seed)}
     row["without_replays"] = named_first(replace(data, replays=(), _finite={}), fault, ended_with).as_json()
     if data.replays:
         row["with_replays"] = named_first(data, fault, ended_with).as_json()
@@ -81,12 +87,13 @@ def _last_error(log: Path) -> str:
 def write_matrix(path: Path, table: Collection[str], rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Write rows in place of older ones of the same arms and seeds, with what was left out; return all rows of the file.
 
-    Rows of other runs stay, as run folders do not; those of arms that ``table`` no longer has go.
+    Rows of other runs stay, as run folders do not, if today's arms of ``table`` would make them.
     """
     before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    before = [row for row in before if row["arm"] in table and row["made_by"] == made_by(row["arm"], row["seed"])]
     of_runs = {(row["seed"], row["arm"]): row for row in (*before, *rows)}
     order = {arm: place for place, arm in enumerate(table)}
-    known = [of_runs[run] for run in sorted((run for run in of_runs if run[1] in order), key=lambda run: (run[0], order[run[1]]))]
+    known = [of_runs[run] for run in sorted(of_runs, key=lambda run: (run[0], order[run[1]]))]
     left_out = {str(number): why for number, why in LEFT_OUT.items()}
     text = ",\n".join(f"  {json.dumps(row)}" for row in known)
     path.write_text(f'{{"left_out": {json.dumps(left_out)},\n "rows": [\n{text}\n]}}\n', encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 from planted_faults.faults import ARMS, COMMON, LEFT_OUT, Fault, planted
 from planted_faults.held_out import HELD_OUT, RIGHT
 from planted_faults.held_out_second import HELD_OUT_2, RIGHT_2
-from planted_faults.matrix import lines_of, named_first, row_of, write_matrix
+from planted_faults.matrix import lines_of, made_by, named_first, row_of, write_matrix
 from planted_faults.runs import DONE, PLANS, TABLES, folder_of, known_run, overrides_of, run_all
 from planted_series import COOLER, SETTINGS, SIGNS, wave, write_run
 from planted_series import planted as planted_run
@@ -118,10 +118,15 @@ def test_the_table_and_its_sums(tmp_path: Path) -> None:
 
 
 def test_a_matrix_keeps_the_rows_of_runs_whose_folders_are_gone(tmp_path: Path) -> None:
-    path, table = tmp_path / "matrix.json", ("first", "second")
-    old = [{"arm": arm, "seed": seed, "x": 0} for arm in ("dropped", "second") for seed in (1, 2)]
-    write_matrix(path, ("dropped", "second"), old)
-    new = [{"arm": "second", "seed": 2, "x": 1}, {"arm": "first", "seed": 2, "x": 2}]
-    found = write_matrix(path, table, new)
-    assert [(row["seed"], row["arm"], row["x"]) for row in found] == [(1, "second", 0), (2, "first", 2), (2, "second", 1)]
+    path, table = tmp_path / "matrix.json", ("age 1", "age 4")
+    others = tuple(arm for arm in ARMS if arm not in table)[:1]
+
+    def row(arm: str, seed: int, x: int) -> dict[str, object]:
+        return {"arm": arm, "seed": seed, "made_by": made_by(arm, seed), "x": x}
+
+    old = [row(arm, seed, 0) for arm in (*others, "age 4") for seed in (1, 2, 3)]
+    old[-1]["made_by"] = "other overrides"
+    write_matrix(path, (*others, "age 4"), old)
+    found = write_matrix(path, table, [row("age 4", 2, 1), row("age 1", 2, 2)])
+    assert [(one["seed"], one["arm"], one["x"]) for one in found] == [(1, "age 4", 0), (2, "age 1", 2), (2, "age 4", 1)]
     assert json.loads(path.read_text())["rows"] == found
