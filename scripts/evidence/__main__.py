@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from evidence import against_verl, bill
 from evidence.machine import cores_of, refused
-from evidence.runs import ROOT, MixedResultsError, known_runs, missing, prepare, quick, run_all, start_trainer
+from evidence.runs import ROOT, MixedResultsError, NotStartedError, known_runs, missing, prepare, quick, run_all, start_trainer
 from evidence.studies import STUDIES, Study
 from evidence.tables import FALL, accuracies, draw, section
 
@@ -21,9 +21,10 @@ BILLS, COMPARED = RESULTS / "bill.jsonl", RESULTS / "against_verl.jsonl"
 HEAD = f"""# Evidence
 
 What happens when rollout and trainer disagree, and what each correction does about it: runs of this
-trainer on two CPU cores. Every number below is made from the runs in [evidence/](evidence) by
-`python -m scripts.evidence page`. All runs of a study start from one model; arms are compared at
-the same seeds. A run has collapsed when it ends in an error or {FALL:.2f} below its own best accuracy."""
+trainer on two CPU cores, or with `--cores 0,1` on one core each. Every number below is made from
+the runs in [evidence/](evidence) by `python -m scripts.evidence page`. All runs of a study start
+from one model; arms are compared at the same seeds. A run has collapsed when it ends in an error or
+{FALL:.2f} below its own best accuracy; the step is that from which on it stayed so far below."""
 
 
 def write_page() -> None:
@@ -45,7 +46,7 @@ def run_missing(study: Study, results: Path, given: argparse.Namespace) -> None:
     """Run what is missing of a study on this machine, as the command line asks; what is found goes to ``results``."""
     known = known_runs(results, study)
     todo = quick(study, known) if given.quick else missing(study, known, given.words)
-    impossible = refused(study, dict.fromkeys(arm for arm, _ in todo))
+    impossible = refused(study, dict.fromkeys(arm for arm, _ in todo), on_one_core=given.cores != [None])
     todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
     for reason in sorted(set(impossible.values())):
         print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
@@ -78,12 +79,14 @@ def main() -> int:
                 parser.error("--verl must be the folder that verl was installed in, see docs/evidence.md")
             run_missing(against_verl.RUNS, given.folder / "against_verl.jsonl", given)
             batches = list(against_verl.batches_of(given.folder / "against_verl"))
+            if lacking := against_verl.RUNS.arms.keys() - {one.samples for one in batches}:
+                parser.error(f"every run must have recorded a batch; there is none of {', '.join(sorted(lacking))}")
             lines = list(against_verl.compare(batches, against_verl.ask_verl(given.verl)))
             against_verl.write_lines(COMPARED, lines)
         elif given.name != "page":
             run_missing(STUDIES[given.name], RESULTS / f"{given.name}.jsonl", given)
         write_page()
-    except MixedResultsError as error:
+    except (MixedResultsError, NotStartedError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

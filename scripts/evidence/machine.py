@@ -26,9 +26,11 @@ def cores_of(text: str) -> list[int | None]:
     return [*cores]
 
 
-def refused(study: Study, arms: Collection[str]) -> dict[str, str]:
-    """Why each arm that this machine cannot run at a bearable speed is not to be run here, by arm."""
-    reasons: dict[str, str] = {}
+def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -> dict[str, str]:
+    """Why each arm that this machine cannot run at a bearable speed, or not on one core, is not to be run here, by arm."""
+    ahead = [arm for arm in arms if any(given.startswith("async=") for given in (*study.common, *study.arms[arm]))]
+    why = "engine and trainer of an asynchronous run need a core each; run these without --cores"
+    reasons = dict.fromkeys(ahead, why) if on_one_core else {}
     for start, check in ((FP8_WEIGHTS, lambda: time_fp8_products().implementation), (FP8_CACHE, require_fp8_cache)):
         needing = [arm for arm in arms if any(given.startswith(start) for given in (*study.common, *study.arms[arm]))]
         if not needing:

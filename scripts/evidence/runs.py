@@ -8,8 +8,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 
 from evidence.studies import ACCURACY, QUICKSTART, Study, Task
 
@@ -59,6 +61,10 @@ class Run:
 
 class MixedResultsError(ValueError):
     """Results on disk are those of another configuration."""
+
+
+class NotStartedError(RuntimeError):
+    """A run ended before its first step, which says nothing of its arm."""
 
 
 def known_runs(results: Path, study: Study) -> dict[tuple[str, int], Run]:
@@ -111,12 +117,22 @@ def run_all(
 ) -> Iterator[Run]:
     """Run arms with seeds, one on each of ``cores`` at a time (None: a run on all of them).
 
-    Every run is a line of ``results`` once it has ended. The trainer writes below ``folder``.
+    Every run is a line of ``results`` once it has ended. The trainer writes below ``folder``. Raises ``NotStartedError``.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
-    free = list(cores)
+    free, writing = list(cores), Lock()
 
     def run(arm: str, seed: int) -> Run:
+        try:
+            ended = run_one(arm, seed)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # before this thread takes the next one
+            raise
+        with writing:  # here, so that another run that fails, or an interrupt, does not lose this one
+            _append(results, json.dumps(asdict(ended)))
+        return ended
+
+    def run_one(arm: str, seed: int) -> Run:
         place, plan = folder_of(folder / results.stem, arm, seed), planned(study, arm, seed)
         begin = folder / study.task.folder
         places = (
@@ -125,17 +141,20 @@ def run_all(
             *("trainer.resume_mode=disable", "trainer.logger=[console]"),
         )
         began, core = time.time(), free.pop()
-        status = start([*plan.overrides, *places], plan.planted, core)
-        free.append(core)
+        try:
+            status = start([*plan.overrides, *places], plan.planted, core)
+        finally:
+            free.append(core)
         if status in INTERRUPTED:
             raise KeyboardInterrupt
         seconds, curves = round(time.time() - began, 1), curves_of(place / "metrics.jsonl")
+        if status and not curves:
+            raise NotStartedError(f"{arm}, seed {seed}, ended before its first step; see {place / 'output.log'}")
         return replace(plan, exit_status=status, seconds=seconds, curves=curves)
 
     with ThreadPoolExecutor(len(cores)) as pool:
         try:
             for ended in as_completed([pool.submit(run, arm, seed) for arm, seed in todo]):
-                _append(results, json.dumps(asdict(ended.result())))
                 yield ended.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -170,13 +189,25 @@ def run_in(place: Path, module: str, *arguments: str, core: int | None = None) -
     """Run ``python -m module`` on one core (None: all), its output in ``output.log`` of a folder; returns its exit status."""
     place.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", module, *arguments]
-    # Two Ray clusters on one machine find each other by their temporary folder, whose path has to be short.
-    with (place / "output.log").open("w", encoding="utf-8") as output, tempfile.TemporaryDirectory(prefix="ray") as of_ray:
-        own = {} if core is None else {"RAY_TMPDIR": of_ray}
-        started = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **own}, stdout=output, stderr=subprocess.STDOUT)
-        if core is not None:
-            os.sched_setaffinity(started.pid, {core})  # what it starts inherits this
-        return started.wait()
+    with (place / "output.log").open("w", encoding="utf-8") as output, _kept_on(core) as own:
+        env = {**os.environ, **own}
+        return subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+
+
+@contextmanager
+def _kept_on(core: int | None) -> Iterator[dict[str, str]]:
+    """Keep this thread and what it starts on one core; yields variables that give it a Ray of its own. None: changes nothing."""
+    if core is None:
+        yield {}
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        # Two Ray clusters on one machine find each other by their temporary folder, whose path has to be short.
+        with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+            yield {"RAY_TMPDIR": folder}
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def prepare(folder: Path, task: Task = QUICKSTART) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from evidence import machine
 from evidence.machine import cores_of, refused
-from evidence.runs import MixedResultsError, Run, known_runs, missing, prepare, quick, run_all, run_in
+from evidence.runs import MixedResultsError, NotStartedError, Run, known_runs, missing, prepare, quick, run_all, run_in
 from evidence.studies import ACCURACY, STUDIES, Study, Task
 from evidence.tables import has_collapsed, interval, section, steps_of_collapse
 
@@ -51,6 +51,8 @@ def test_every_arm_is_a_run_that_can_start(name: str) -> None:
     places = ["actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
     for given in study.arms.values():
         load_run_config([*study.common, *given, *places])
+        keys = [override.partition("=")[0] for override in (*study.common, *given)]
+        assert len(keys) == len(set(keys)), "what is compared with results on disk has no order"
 
 
 def test_a_study_that_was_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -96,7 +98,9 @@ def test_a_run_on_one_core_has_a_ray_of_its_own(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "says.py").write_text("import os; print(sorted(os.sched_getaffinity(0)), os.environ.get('RAY_TMPDIR'))")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/mine")
+    before = os.sched_getaffinity(0)
     assert run_in(tmp_path, "says", core=core) == 0
+    assert os.sched_getaffinity(0) == before
     cores, folder = (tmp_path / "output.log").read_text().rsplit(maxsplit=1)
     assert cores == f"[{core}]"
     assert folder != "/tmp/mine"
@@ -110,6 +114,30 @@ def test_a_run_that_fails_is_a_result(tmp_path: Path) -> None:
     assert has_collapsed(failed)
     assert failed.curves == {ACCURACY: [(0, 0.25), (1, 0.5)]}
     assert "| b | 0.500, 0.500 | 0.500 |" in "\n".join(section("s", STUDY, known_runs(tmp_path / "s.jsonl", STUDY)))
+
+
+def test_a_run_that_ended_is_kept_when_another_one_fails(tmp_path: Path) -> None:
+    """The other core's run ends after the failure, and nothing is started after it."""
+    begun, failed = threading.Event(), threading.Event()
+
+    def start(overrides: Sequence[str], planted: str, core: int | None) -> int:
+        if core == 5:
+            assert begun.wait(60)
+            failed.set()
+            return 1
+        begun.set()
+        assert failed.wait(60)
+        return Trainer()(overrides, planted, core)
+
+    with pytest.raises(NotStartedError):
+        list(run_all(STUDY, missing(STUDY, {}), tmp_path, tmp_path / "s.jsonl", start, cores=(3, 5)))
+    assert len(known_runs(tmp_path / "s.jsonl", STUDY)) == 1
+
+
+def test_a_run_that_did_not_start_is_no_result(tmp_path: Path) -> None:
+    with pytest.raises(NotStartedError, match=r"^a, seed 1, ended before its first step; see .*output\.log$"):
+        list(run_all(STUDY, missing(STUDY, {}), tmp_path, tmp_path / "s.jsonl", lambda *_: 1))
+    assert not (tmp_path / "s.jsonl").exists()
 
 
 def test_quick_and_words_choose_arms(tmp_path: Path) -> None:
@@ -143,7 +171,7 @@ def test_a_collapse_is_told_with_its_step() -> None:
     """From the validation on after which the run never came back."""
     values = {"fell": [0.2, 0.6, 0.4, 0.55, 0.45, 0.3], "rose": [0.2, 0.3], "failed": []}
     runs = [Run("a", seed, [], 1, 1.0, {ACCURACY: list(enumerate(of_run))}) for seed, of_run in enumerate(values.values())]
-    assert steps_of_collapse(runs) == [4]
+    assert steps_of_collapse(runs) == {0: 4}
 
 
 def test_a_run_says_what_was_planted_and_what_it_started_from(tmp_path: Path) -> None:
@@ -192,6 +220,14 @@ def test_arms_that_this_machine_cannot_run_are_left_out(monkeypatch: pytest.Monk
     found = refused(study, arms)
     assert set(found) == set(arms[1:])
     assert found["cache"] == "no AVX-512"
+
+
+def test_asynchronous_arms_need_more_than_one_core() -> None:
+    study = replace(STUDY, arms={"k0": (), "k1": ("async=one_step_off",)})
+    assert refused(study, list(study.arms)) == {}
+    assert set(refused(study, list(study.arms), on_one_core=True)) == {"k1"}
+    everywhere = replace(study, common=("async=one_step_off",))
+    assert set(refused(everywhere, list(study.arms), on_one_core=True)) == {"k0", "k1"}
 
 
 def test_a_partial_study_says_so_and_has_no_empty_column(tmp_path: Path) -> None:
