@@ -99,7 +99,7 @@ _ALIKE, _ZERO = 1e-5, 1e-9
 """Metrics are the same within this part of themselves, as in ``tests/golden``, or when they differ by this much at most."""
 _WHY = {
     "rollout_is_seq_mean": "in verl a row without tokens has the weight 0",
-    "training_ppl": "and the perplexity 1",
+    "training_ppl": "in verl such a row has the perplexity 1",
     "rollout_is_eff_sample_size": f"of rows; in verl of their tokens, which here is `{_OF_TOKENS}`",
     "rollout_rs_seq_mean_k1_std": "of values clamped to the band, and 1/1.001 is not quite 0.999",
 }
@@ -266,9 +266,10 @@ def section(lines: Sequence[Compared]) -> list[str]:
     how = (
         "Run with `pip install --target VERL --no-deps verl==0.9.1 codetiming orjson` and `python -m scripts.evidence "
         "against_verl --verl VERL`: verl's functions run as published, in a process of their own with this project's "
-        "packages. Weights and masks are compared in float32, as verl runs, and metrics in float64, so that formulas differ and "
-        "not rounding; verl's `fraction_high` of a k1 rule is `fraction_low` here. Bypass presets are at their first "
-        "update. Not compared: losses, log-probs that are not finite, batches without any weight."
+        "packages. verl is asked twice: for weights and masks in float32, as it runs, and for metrics in float64, so that what "
+        "differs is a formula and not rounding. This project runs once, on what was recorded. verl's `fraction_high` of a k1 "
+        "rule is `fraction_low` here. Bypass presets are at their first update. Not compared: losses, log-probs that are not "
+        "finite, batches without any weight."
     )
     prose = (RUNS.question, f"Expected, from the documents and code of both: {RUNS.expectation}", found, how)
     return ["## against_verl", *(textwrap.fill(paragraph, 100, break_on_hyphens=False) for paragraph in prose), "\n".join(rows)]

@@ -47,15 +47,15 @@ def has_collapsed(run: Run) -> bool:
     return run.exit_status != 0 or not found or found[-1] < max(found) - FALL
 
 
-def steps_of_collapse(runs: Sequence[Run]) -> list[int]:
-    """Of each run that fell, the first validation from which on it stayed ``FALL`` below its best."""
-    curves = [run.curves[ACCURACY] for run in runs if accuracies(run)]
-    below = [[value < max(value for _, value in curve) - FALL for _, value in curve] for curve in curves]
-    return [
-        next(step for place, (step, _) in enumerate(curve) if all(fell[place:]))
-        for curve, fell in zip(curves, below, strict=True)
-        if fell[-1]
-    ]
+def steps_of_collapse(runs: Sequence[Run]) -> dict[int, int]:
+    """By the seed of each run that fell, the first validation from which on it stayed ``FALL`` below its best."""
+    curves = {run.seed: run.curves[ACCURACY] for run in runs if accuracies(run)}
+    below = {seed: [value < max(value for _, value in curve) - FALL for _, value in curve] for seed, curve in curves.items()}
+    return {
+        seed: next(step for place, (step, _) in enumerate(curve) if all(below[seed][place:]))
+        for seed, curve in curves.items()
+        if below[seed][-1]
+    }
 
 
 def by_arm(study: Study, runs: Mapping[tuple[str, int], Run]) -> Iterator[tuple[str, list[Run]]]:
@@ -69,7 +69,7 @@ def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
     """A Markdown table with a row for each arm; a mean that no arm has gets no column."""
     means = {title: [_mean(found, name) for _, found in by_arm(study, runs)] for title, name in MEANS.items()}
     means = {title: cells for title, cells in means.items() if set(cells) != {"—"}}
-    titles = ["arm", "accuracy at the end, by seed", "mean", "90 % interval", "collapsed, at step", *means]
+    titles = ["arm", "accuracy at the end, by seed", "mean", "90 % interval", "collapsed", *means]
     rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for place, (arm, found) in enumerate(by_arm(study, runs)):
         last = [found_there[-1] for run in found if (found_there := accuracies(run))]
@@ -79,7 +79,7 @@ def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
         bounds = " to ".join(f"{bound:.3f}" for bound in interval(last)) if len(last) > 1 else "—"
         collapsed = f"{sum(map(has_collapsed, found))} of {len(found)}"
         if steps := steps_of_collapse(found):
-            collapsed += f", at {', '.join(map(str, steps))}"
+            collapsed += f": {', '.join(f'seed {seed} at step {step}' for seed, step in steps.items())}"
         further = [cells[place] for cells in means.values()]
         rows.append(f"| {' | '.join([arm, ends, mean, bounds, collapsed, *further])} |")
     return rows

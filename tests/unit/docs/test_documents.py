@@ -125,7 +125,7 @@ def _mistake_in_python(arguments):
         if module in ("pytest", "pip"):
             return None
         if module == "scripts.evidence":
-            unknown = set(overrides) - {*STUDIES, "bill", "against_verl", "page", "--quick", "--verl"}
+            unknown = set(overrides) - {*STUDIES, "bill", "against_verl", "page", "--quick", "--verl", "--cores", "0,1"}
             return f"{unknown} is no study" if unknown else None
         path = ROOT / Path(*module.split("."))
         if not (path.with_suffix(".py").is_file() or path.is_dir()):
