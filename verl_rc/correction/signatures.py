@@ -127,9 +127,9 @@ def _surprisal_bound(
 ) -> float:
     """How far the mean of u can be from 0 for tokens drawn from the reported mu: what mu makes, and what chance does.
 
-    ``varentropies`` and ``deviations``: sums of V and of u^2, by position. Of chance the larger one counts. Where the trainer is
-    certain of most tokens, a step may draw none of the unlikely ones that make V, and u^2 is next to nothing; or it draws one
-    where V has room for a small part of one.
+    ``varentropies`` and ``deviations``: sums of V and of u^2, by position; chance is judged by the larger one. Where the trainer
+    is certain of most tokens, a step may draw none of the unlikely ones, and u^2 is next to nothing. Or it draws one, and V is
+    little: very rare tokens add little to it.
     """
     if not tokens:
         return 0.0

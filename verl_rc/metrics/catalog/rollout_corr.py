@@ -128,7 +128,7 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
 
 _AT_THE_HEAD = f"over the first {BOUNDS.head} positions"
 # H: entropy of the trainer's distribution at a token, Q: sum of its squared probabilities, p: probability of the token;
-# u = log p + H, V: the variance of u under that distribution, g = 1 − 2p + Q. Standard errors are over rows.
+# u = log p + H, V: the variance of u under that distribution, g = 1 − 2p + Q. Standard errors of z are over rows.
 _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ("missing_mass", "1", "1 − mean over tokens of ρ: 0 is expected if the tokens come from what the engine reports", None),
     (
