@@ -13,7 +13,7 @@ FP8_WEIGHTS, FP8_CACHE = "actor_rollout_ref.rollout.quantization=fp8", "actor_ro
 
 
 def cores_of(text: str) -> list[int | None]:
-    """The cores in ``0,1``, each for a run of its own; ``[None]``, all for one run, in no text.
+    """Read ``0,1``: a run on each of these cores. An empty text gives ``[None]``: one run on all cores.
 
     Raises ``ArgumentTypeError`` for a core that this process may not use, or where a process cannot be kept on one.
     """
@@ -28,11 +28,10 @@ def cores_of(text: str) -> list[int | None]:
 
 def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -> dict[str, str]:
     """Why each arm that this machine cannot run at a bearable speed, or not on one core, is not to be run here, by arm."""
-    ahead = [arm for arm in arms if any(given.startswith("async=") for given in (*study.common, *study.arms[arm]))]
     why = "engine and trainer of an asynchronous run need a core each; run these without --cores"
-    reasons = dict.fromkeys(ahead, why) if on_one_core else {}
+    reasons = dict.fromkeys(_having(study, arms, "async="), why) if on_one_core else {}
     for start, check in ((FP8_WEIGHTS, lambda: time_fp8_products().implementation), (FP8_CACHE, require_fp8_cache)):
-        needing = [arm for arm in arms if any(given.startswith(start) for given in (*study.common, *study.arms[arm]))]
+        needing = _having(study, arms, start)
         if not needing:
             continue
         try:
@@ -40,3 +39,8 @@ def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -
         except ValueError as error:
             reasons |= {arm: str(error) for arm in needing}
     return reasons
+
+
+def _having(study: Study, arms: Collection[str], start: str) -> list[str]:
+    """The arms with an override that begins so."""
+    return [arm for arm in arms if any(given.startswith(start) for given in (*study.common, *study.arms[arm]))]

@@ -126,7 +126,8 @@ def run_all(
         try:
             ended = run_one(arm, seed)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # before this thread takes the next one
+            with writing:  # when all are submitted, and before this thread takes the next one
+                pool.shutdown(wait=False, cancel_futures=True)
             raise
         with writing:  # here, so that another run that fails, or an interrupt, does not lose this one
             _append(results, json.dumps(asdict(ended)))
@@ -154,7 +155,9 @@ def run_all(
 
     with ThreadPoolExecutor(len(cores)) as pool:
         try:
-            for ended in as_completed([pool.submit(run, arm, seed) for arm, seed in todo]):
+            with writing:
+                futures = [pool.submit(run, arm, seed) for arm, seed in todo]
+            for ended in as_completed(futures):
                 yield ended.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -196,7 +199,7 @@ def run_in(place: Path, module: str, *arguments: str, core: int | None = None) -
 
 @contextmanager
 def _kept_on(core: int | None) -> Iterator[dict[str, str]]:
-    """Keep this thread and what it starts on one core; yields variables that give it a Ray of its own. None: changes nothing."""
+    """Keep this thread and what it starts on one core, and yield the variables of a Ray of its own. None: change nothing."""
     if core is None:
         yield {}
         return
