@@ -7,8 +7,8 @@ from typing import Any
 
 import make_tiny_model
 import torch
-from small_models import free_port
 from torch import Tensor
+from two_processes import free_port
 
 from verl_rc.checkpoint import RunState, SavedRun
 from verl_rc.config.run import RunConfig

@@ -1,6 +1,5 @@
 """A very small model on disk, and random batches for it; shared by tests that need real forward passes."""
 
-import socket
 from pathlib import Path
 
 import torch
@@ -94,11 +93,3 @@ def small_run_config(model_folder: Path, *overrides: str) -> RunConfig:
             *overrides,
         ]
     )
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

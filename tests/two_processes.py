@@ -1,8 +1,13 @@
 """The ranks of a process group, each in a process of its own."""
 
+import random
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any
+
+_PORTS = iter(random.SystemRandom().sample(range(20000, 32768), 12768))
 
 
 def run_two_ranks(run_rank: Callable[..., None], *arguments: Any) -> None:
@@ -18,3 +23,15 @@ def run_ranks(count: int, run_rank: Callable[..., None], *arguments: Any) -> Non
     for process in ranks:
         process.join(timeout=600)
         assert process.exitcode == 0
+
+
+def free_port() -> int:
+    """A port that nobody listens on, of those that no system gives to connections and Ray to no worker; each once a process.
+
+    Connections get ports from 32768 on, Ray's workers those from 10002 to 19999.
+    """
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")

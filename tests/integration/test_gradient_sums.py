@@ -11,9 +11,9 @@ import pytest
 import torch
 from planned_runs import ON_8_GPUS, Given, config_of
 from small_checkpoints import whole
-from small_models import free_port, make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, small_run_config, write_small_model
 from small_runs import ROOT
-from two_processes import run_two_ranks
+from two_processes import free_port, run_two_ranks
 
 from verl_rc.distributed.process_group import RankAddress
 from verl_rc.ppo.mini_batches import MiniBatchShare

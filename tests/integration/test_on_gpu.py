@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from bypass_cases import CASES, case_batch, case_config, case_id
-from small_models import free_port, make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, small_run_config, write_small_model
+from two_processes import free_port
 
 from verl_rc.correction import compute_rollout_correction
 from verl_rc.data.batches import CriticBatch

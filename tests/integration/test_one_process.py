@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from small_checkpoints import whole
-from small_models import free_port, make_train_batch, small_run_config, write_small_model
-from two_processes import run_ranks
+from small_models import make_train_batch, small_run_config, write_small_model
+from two_processes import free_port, run_ranks
 
 from verl_rc.checkpoint import load_full_state_dict
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig

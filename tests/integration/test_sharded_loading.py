@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import VOCABULARY, free_port, make_tokens, small_model_config
+from small_models import VOCABULARY, make_tokens, small_model_config
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
-from two_processes import run_two_ranks
+from two_processes import free_port, run_two_ranks
 
 from verl_rc.config.models import ModelConfig
 from verl_rc.distributed.fsdp import shard_model, transformer_layers

@@ -1,7 +1,6 @@
 """Two real gloo ranks save what one loads and the reverse, and go on from it as if nothing had happened."""
 
 import multiprocessing
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
+from two_processes import free_port
 
 from verl_rc.checkpoint import (
     BackgroundWriter,
@@ -213,10 +213,7 @@ def run_rank(rank: int, folder: Path, ports: list[int]) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
+    ports = [free_port() for _ in range(4)]
     other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(1, folder, ports))
     other.start()
     run_rank(0, folder, ports)  # here, where torch is loaded already

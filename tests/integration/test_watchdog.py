@@ -1,11 +1,11 @@
 """Processes that hang, for real: one sleeps, one is stopped, one waits in a collective for a peer that never comes."""
 
-import socket
 import time
 from pathlib import Path
 
 import pytest
 from small_processes import start_small_processes
+from two_processes import free_port
 
 from verl_rc.cluster import watchdog
 from verl_rc.cluster.remote import HangError, RemoteProcess, wait_for_all
@@ -68,9 +68,7 @@ def test_a_hang_is_reported_with_stacks_and_ends_the_processes(tmp_path: Path) -
 @pytest.mark.usefixtures("ray_here")
 def test_who_blocks_in_a_collective_is_told_from_who_does_not_come(tmp_path: Path) -> None:
     ranks = start_small_processes("actor rank 0", "actor rank 1")
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     wait_for_all([process.call("join", rank, port) for rank, process in enumerate(ranks)])
     calls = [ranks[0].call("reduce"), ranks[1].call("nap")]
     until_found(ranks[0], "in all_reduce")

@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 from bypass_cases import CASES, case_batch, case_config, case_id
-from small_models import free_port, small_run_config
+from small_models import small_run_config
+from two_processes import free_port
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.correction import compute_rollout_correction

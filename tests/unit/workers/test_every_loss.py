@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import free_port, make_train_batch, small_run_config
+from small_models import make_train_batch, small_run_config
+from two_processes import free_port
 
 from verl_rc.config.algorithms import LOSS_MODES
 from verl_rc.config.models import PolicyLossConfig

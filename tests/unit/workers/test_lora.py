@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import free_port, make_tokens, small_run_config
+from small_models import make_tokens, small_run_config
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
+from two_processes import free_port
 
 from verl_rc.config.models import ModelConfig
 from verl_rc.distributed.process_group import RankAddress

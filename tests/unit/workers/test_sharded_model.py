@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from small_checkpoints import change, whole
-from small_models import free_port, make_tokens, small_run_config
+from small_models import make_tokens, small_run_config
 from torch.distributed.tensor import DTensor
+from two_processes import free_port
 
 from verl_rc.checkpoint import shards_problem
 from verl_rc.distributed.fsdp import whole_parameters, without_memory

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_checkpoints import whole
-from small_models import free_port, make_train_batch, small_run_config, write_small_model
+from small_models import make_train_batch, small_run_config, write_small_model
+from two_processes import free_port
 
 from verl_rc.config.rollout_correction import RolloutCorrectionConfig
 from verl_rc.data.batches import CriticBatch, TrainBatch
