@@ -4,7 +4,6 @@ What it samples is cut off by none of this, and depends on weights, prompt and s
 """
 
 import copy
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ import pytest
 import torch
 from shared_segments import nothing_left_behind
 from transformers import AutoModelForCausalLM
+from two_processes import free_port
 
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import row_parts
@@ -79,9 +79,7 @@ def publish(sender: WeightSender, engine: OtherProcess, version: int) -> list[Lo
 
 def join(sender: WeightSender, engine: OtherProcess) -> None:
     """Make the group of a broadcast."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = TransferAddress("127.0.0.1", probe.getsockname()[1], world_size=2)
+    address = TransferAddress("127.0.0.1", free_port(), world_size=2)
     engine.ask("join_transfer", address, 1, "gloo")
     sender.join(address, "gloo")
     engine.answer()
@@ -386,10 +384,13 @@ def test_thirty_updates_under_running_samples(model: Any, sender: WeightSender, 
         assert versions[0] >= 100
 
 
-def test_a_cache_that_cannot_be_reset_under_load_is_an_error(engine: OtherProcess) -> None:
+def test_a_cache_that_cannot_be_reset_under_load_is_an_error(cutting_engine: OtherProcess) -> None:
+    engine = cutting_engine
     engine.call("submit", samples(16))
+    engine.call("after_steps", 1)
     with pytest.raises(RuntimeError, match="must be empty after a weight update"):
         engine.call("reset_prefix_cache")
+    engine.call("after_steps", 10_000)
     assert len(collect(engine, 16)) == 16
     engine.call("reset_prefix_cache")
 
