@@ -118,20 +118,20 @@ def test_a_run_that_fails_is_a_result(tmp_path: Path) -> None:
 
 def test_a_run_that_ended_is_kept_when_another_one_fails(tmp_path: Path) -> None:
     """The other core's run ends after the failure, and nothing is started after it."""
-    begun, failed = threading.Event(), threading.Event()
+    both, started = threading.Barrier(2, timeout=60), list[tuple[int | None, threading.Thread]]()
 
     def start(overrides: Sequence[str], planted: str, core: int | None) -> int:
+        started.append((core, threading.current_thread()))
+        both.wait()
         if core == 5:
-            assert begun.wait(60)
-            failed.set()
             return 1
-        begun.set()
-        assert failed.wait(60)
+        dict(started)[5].join(60)  # it ends when nothing is left to start
         return Trainer()(overrides, planted, core)
 
     with pytest.raises(NotStartedError):
         list(run_all(STUDY, missing(STUDY, {}), tmp_path, tmp_path / "s.jsonl", start, cores=(3, 5)))
     assert len(known_runs(tmp_path / "s.jsonl", STUDY)) == 1
+    assert len(started) == 2
 
 
 def test_a_run_that_did_not_start_is_no_result(tmp_path: Path) -> None:
