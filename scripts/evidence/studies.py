@@ -148,13 +148,13 @@ def _sampling_faults() -> Study:
     return Study(
         question="The engine samples otherwise than the trainer was told: at another temperature, behind a filter that the "
         "trainer does not mirror, or it reports log-probs of another distribution than it sampled from. What can "
-        "correction repair?",
+        "correction repair? The engine computes in float32, as the trainer does: nothing else is wrong.",
         expectation="At a temperature off by 2 % all arms learn alike. At 10 % the arm without correction falls behind, and "
         "weights repair it: the reported log-probs are those that were sampled from. Behind a filter of 0.95 "
         "weights repair what was sampled, and not what never is. Raw log-probs at a temperature of 0.7 mislead "
         "weights: with them a run learns no better than without.",
         found="",
-        common=(*SHORT_RUN, f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.actor.optim.lr=1e-4"),
+        common=(*SHORT_RUN, f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.optim.lr=1e-4"),
         arms={f"{fault} {correction}": (f"correction={correction}", *faults[fault][1]) for fault, correction in pairs},
         seeds=(1, 2, 3),
         minutes=2.5,
@@ -172,16 +172,17 @@ def _decisions() -> Study:
     token, sequence = ("correction=decoupled_token_is",), ("correction=decoupled_seq_is",)
     band = (*token, f"{section}.rollout_rs=seq_sum_k1")
     return Study(
-        question="Samples are up to four steps old. What do the smaller decisions weigh: what a loss is divided by when rows are "
-        "rejected (all tokens or the kept ones), whether rejected rows count in their group's baseline, weights divided by their "
-        "mean, bounds on train/rollout as documented (0.5 to 5) against verl's executed ones (0.2 to 2), and a policy gradient "
-        "with weights in bypass mode against the clip that verl runs when it is asked for that?",
+        question="Samples are up to four steps old, and nothing else is wrong. What do the smaller decisions weigh: what a loss "
+        "is divided by when rows are rejected (all tokens or the kept ones), whether rejected rows count in their group's "
+        "baseline, weights divided by their mean, bounds on train/rollout as documented (0.5 to 5) against verl's executed ones "
+        "(0.2 to 2), and a policy gradient with weights in bypass mode against the clip that verl runs when it is asked for "
+        "that?",
         expectation="None of them weighs more than what seeds differ by, but for two: the kept tokens as denominator learn "
         "faster than all tokens, as a higher learning rate would; and the policy gradient without a clip learns less "
         "than the clip.",
         found="",
         common=(
-            *(*SHORT_RUN, f"{ROLLOUT}.dtype=bfloat16", "actor_rollout_ref.actor.optim.lr=5e-5"),
+            *(*SHORT_RUN, f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.optim.lr=5e-5"),
             *("async=one_step_off", "async_training.staleness_threshold=4"),
         ),
         arms={
