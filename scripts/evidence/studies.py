@@ -223,7 +223,7 @@ def _controls() -> Study:
         "beside an engine in float32, which computes as the trainer does.",
         expectation="At a rate of 0 accuracy stays what it was, to the prompt. With shuffled rewards it does not rise. In "
         "float32 both arms learn alike. Correction changes none of the three.",
-        found="As expected at a rate of 0: no test of any run differs from the first. In float32 both arms have the same accuracy "
+        found="As expected at a rate of 0: no test of any run differs from the first. In float32 both arms have one accuracy "
         "up to step 30, in each seed, and differ later by no more than seeds do. Shuffled rewards teach nothing and unlearn what "
         "the warm start taught: every run has collapsed by step 20, with correction as without. Such a collapse is no sign of a "
         "gap between rollout and trainer.",
