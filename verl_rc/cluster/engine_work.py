@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count, groupby
 
+import torch
+
 from verl_rc.data.batches import Completions
 from verl_rc.data.parts import Answer, Part, row_parts
 from verl_rc.rollout.response import Collected, Interrupted
@@ -108,6 +110,8 @@ class EngineWork:
             if known:
                 first = len(self._rows)
                 self._rows |= {numbers[row]: first + position for position, row in enumerate(known)}
+                if len(self._unfinished) > 1:
+                    completions.engines = torch.full((len(numbers),), engine)
                 self._batches.append(completions if len(known) == len(numbers) else completions[known])
 
     def record_parts(self, answers: Mapping[int, Interrupted]) -> None:

@@ -41,6 +41,7 @@ _FIELDS: dict[str, tuple[torch.dtype, str]] = {
     "fingerprints": (torch.int64, "B"),
     "num_turns": (torch.int64, "B"),
     "tool_calls": (torch.int64, "B"),
+    "engines": (torch.int64, "B"),
     "scores": (torch.float32, "B"),
 }
 """Dtype and shape of every field; a field has the same meaning in all records."""
@@ -109,6 +110,8 @@ class Completions(TensorClass):
     """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None: no tools."""
     tool_calls: Tensor | None = None
     """int64 ``[B]``: calls that tools answered. None: no tools."""
+    engines: Tensor | None = None
+    """int64 ``[B]``: number of the engine that sampled a row. None: the run has one, or samples ahead."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -136,6 +139,8 @@ class RolloutBatch(TensorClass):
     """int64 ``[B]``: messages of the conversation: the prompt, the policy's turns, the tools' answers. None: no tools."""
     tool_calls: Tensor | None = None
     """int64 ``[B]``: calls that tools answered. None: no tools."""
+    engines: Tensor | None = None
+    """int64 ``[B]``: number of the engine that sampled a row. None: the run has one, or samples ahead."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""
@@ -190,6 +195,8 @@ class TrainBatch(TensorClass):
     """float32 ``[B]``: outcome scores; only for diagnostics in the actor."""
     policy_versions: Tensor | None = None
     """int64 ``[B, R]``: version of the weights that sampled each token; for diagnostics and interpolation in the actor."""
+    engines: Tensor | None = None
+    """int64 ``[B]``: number of the engine that sampled a row; only for diagnostics in the actor."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""

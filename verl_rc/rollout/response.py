@@ -209,6 +209,7 @@ def build_rollout_batch(
         fingerprints=fingerprints(tokens, response_mask),
         num_turns=completions.num_turns,
         tool_calls=completions.tool_calls,
+        engines=completions.engines,
         batch_size=[rows],
     )
 

@@ -80,10 +80,19 @@ def test_what_comes_back_in_any_order_is_taken_in_the_order_asked_for() -> None:
     work.record({0: collected([0, 1, 4]), 1: collected([2, 6])})
     assert work.finished() == [0, 1, 2, 3, 4, 6]
     assert work.busy_engines() == []
-    assert work.take([0, 1, 2, 3]).responses[:, 0].tolist() == [0, 1, 2, 3]
+    first = work.take([0, 1, 2, 3])
+    assert first.responses[:, 0].tolist() == [0, 1, 2, 3]
+    assert first.engines.tolist() == [0, 0, 1, 1]  # type: ignore[union-attr]
     assert work.take([6, 4]).responses[:, 0].tolist() == [6, 4]
     with pytest.raises(KeyError):
         work.take([6])
+
+
+def test_a_single_engine_is_not_named() -> None:
+    work = EngineWork(1)
+    work.add([GenerationRequest([0], 0)], OPTIONS, awaited=True)
+    work.record({0: collected([0])})
+    assert work.take([0]).engines is None
 
 
 def test_new_work_goes_where_the_least_is_left() -> None:
