@@ -50,6 +50,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     entropies: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     varentropies: Tensor | None = None,
+    engines: Tensor | None = None,
     current_version: int | None = None,
 ) -> CorrectionResult:
     """Measure and apply rollout correction on a whole batch.
@@ -69,6 +70,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
         sum_pi_squared: ``[B, T]``, sums of their squared probabilities; read with ``diagnostics=full``.
         varentropies: ``[B, T]``, nats^2, variances of the log-prob of a token drawn from them; read with ``diagnostics=full``.
             Without them there is no ``surprisal_excess_bound``.
+        engines: int ``[B]``, number of the engine that sampled each sequence; read with ``diagnostics=full``.
         current_version: Version from which ages count; None: the newest of ``policy_versions``.
 
     Raises:
@@ -79,7 +81,7 @@ def compute_rollout_correction(  # noqa: PLR0913  (a public function: named argu
     if config.diagnostics == "full":
         slots = None if group_ids is None else group_numbers(group_ids, train_log_probs.device)
         of_the_trainer = {"entropies": entropies, "sum_pi_squared": sum_pi_squared, "varentropies": varentropies}
-        context = replace(context, group_slots=slots, scores=scores, **of_the_trainer)
+        context = replace(context, group_slots=slots, scores=scores, engines=engines, **of_the_trainer)
     context.check(train_log_probs.shape)
     if context.policy_versions is not None and current_version is None:
         context = replace(context, current_version=newest_version(context.policy_versions, response_mask))

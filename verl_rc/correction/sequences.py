@@ -101,9 +101,11 @@ class SequenceContext:
     """``[B, T]``: sum of the squares of its probabilities."""
     varentropies: Tensor | None = None
     """``[B, T]``, nats^2: variance of the log-prob of a token drawn from it."""
+    engines: Tensor | None = None
+    """int64 ``[B]``: number of the engine that sampled a sequence."""
 
     def take(self, chunk: SequenceChunk) -> "SequenceContext":
-        """The facts of one chunk, but those of the trainer's distributions, which are looked at for all sequences at once."""
+        """The facts of one chunk, but those that signatures look at, for all sequences at once."""
         names = ("group_slots", "policy_versions", "advantages", "scores")
         return replace(self, **{name: chunk.take(value) for name in names if (value := getattr(self, name)) is not None})
 
@@ -124,6 +126,7 @@ class SequenceContext:
             ("entropies", self.entropies, [tokens]),
             ("sum_pi_squared", self.sum_pi_squared, [tokens]),
             ("varentropies", self.varentropies, [tokens]),
+            ("engines", self.engines, [rows]),
         ):
             if value is not None and list(value.shape) not in fitting:
                 expected = " or ".join(map(str, fitting))

@@ -8,7 +8,8 @@ independent noise of variance ``s^2`` on every logit gives l the variance ``s^2 
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from itertools import accumulate, pairwise
 
 import torch
@@ -38,6 +39,7 @@ def signature_sums(log_probs: LogProbs, facts: SequenceContext, ratios: Moments[
     """
     ratio = LogRatio.from_log_probs(LogProbs(*map(_drawn, (log_probs.train, log_probs.rollout, log_probs.response_mask))))
     logs, temperature, surprisal, deviations, gradients, varentropies = ratio.precise, None, None, None, None, None
+    squares, engines = _by_position(logs.square()), tuple[Quotient[Tensor], ...]()
     if facts.entropies is not None:
         centred = torch.addcmul(ratio.train, _finite(_drawn(facts.entropies), ratio), ratio.ones).double()
         deviations = _by_position(centred.square())
@@ -46,17 +48,27 @@ def signature_sums(log_probs: LogProbs, facts: SequenceContext, ratios: Moments[
     if facts.sum_pi_squared is not None:
         less_one = torch.add(_finite(_drawn(facts.sum_pi_squared), ratio), ratio.train.exp(), alpha=-2.0)
         gradients = _by_position(torch.addcmul(ratio.ones, less_one, ratio.ones))
+        if facts.engines is not None:
+            engines = tuple(_by_engine(facts.engines, torch.stack(squares).sum(dim=0), torch.stack(gradients).sum(dim=0)))
     if facts.varentropies is not None:
         varentropies = _by_position(_finite(_drawn(facts.varentropies), ratio) * ratio.ones)
     return Signatures(
         missing=Quotient.from_sequences(-ratios.total, ratios.count),
-        squares=_by_position(logs.square()),
+        squares=squares,
         gradients=gradients,
         temperature=temperature,
         surprisal=surprisal,
         deviations=deviations,
         varentropies=varentropies,
+        engines=engines,
     )
+
+
+def _by_engine(engines: Tensor, squares: Tensor, gradients: Tensor) -> Iterator[Quotient[Tensor]]:
+    """Yield the sums of each engine, from those of sequences ``[B]``."""
+    for number in range(BOUNDS.engines):
+        here = (engines.clamp_max(BOUNDS.engines - 1) == number).double()
+        yield Quotient.from_sequences(squares * here, gradients * here)
 
 
 def _finite(values: Tensor, ratio: LogRatio) -> Tensor:
@@ -119,6 +131,22 @@ def signature_metrics(found: Signatures[float], head: HeadSums[float], log_ratio
         parts = enumerate(zip(found.squares, found.gradients, strict=True))
         noise = {"logit_noise": (square, math.fsum(found.gradients))} | {f"position_{n}_logit_noise": part for n, part in parts}
         metrics |= {name: math.sqrt(a / b) for name, (a, b) in noise.items() if b > SMALLEST_GRADIENTS}
+    return metrics | _engine_metrics(found.engines)
+
+
+def _engine_metrics(engines: Sequence[Quotient[float]]) -> dict[str, float]:
+    """Noise of each engine, and how certain it is that one has more than ``BOUNDS.engine_noise`` times that of the others."""
+    seen = {number: one for number, one in enumerate(engines) if one.b > SMALLEST_GRADIENTS}
+    metrics = {f"engine_{number}_logit_noise": math.sqrt(one.value) for number, one in seen.items()}
+    if len(seen) > 1:
+        odd = max(seen, key=lambda number: seen[number].value)
+        others = [astuple(one) for number, one in seen.items() if number != odd]
+        noisiest, rest = seen[odd], Quotient(*map(math.fsum, zip(*others, strict=True)))
+        metrics["noisiest_engine"] = float(odd)
+        metrics["noisiest_engine_ratio"] = math.sqrt(noisiest.value / rest.value) if rest.value else 0.0
+        beyond = BOUNDS.engine_noise**2
+        error = math.hypot(noisiest.error, beyond * rest.error)
+        metrics["noisiest_engine_z"] = (noisiest.value - beyond * rest.value) / error if error else 0.0
     return metrics
 
 

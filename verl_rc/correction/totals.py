@@ -198,6 +198,8 @@ class Signatures(Generic[T]):
     """``u^2``, by position in the response; None likewise."""
     varentropies: tuple[T, ...] | None
     """``V``, by position in the response; None where it is unknown."""
+    engines: tuple[Quotient[T], ...]
+    """``l^2`` by ``g``, by engine; the last holds all later ones. Empty: ``g`` or engines are unknown."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,12 @@ class SignatureBounds:
     """Logit noise that rounding makes in no precision in the first steps; with fp8 it can where a policy grows certain."""
     drift: float = 0.02
     """Root mean square of the log-ratio over the updates of a step from which on it counts: a tenth of the usual clip range."""
+    engines: int = 16
+    """Engines whose noise is told apart; the last stands for all later ones."""
+    engine_noise: float = 2.0
+    """An engine with more than so many times the logit noise of the others computes otherwise than they do."""
+    engine_z: float = 3.0
+    """Standard errors by which its square is above that: the tail of an engine that has other weights is heavy."""
     far_above_floor: float = 4.0
     """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it, too."""
 

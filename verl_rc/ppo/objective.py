@@ -172,7 +172,10 @@ def measure_current(
 def measure_signatures(batch: TrainBatch, current: TokenScores) -> CorrectionStatistics:
     """Mergeable statistics with the signatures of a micro-batch before any update; they mean nothing after one."""
     context = SequenceContext(
-        entropies=current.entropies, sum_pi_squared=current.sum_pi_squared, varentropies=current.varentropies
+        entropies=current.entropies,
+        sum_pi_squared=current.sum_pi_squared,
+        varentropies=current.varentropies,
+        engines=batch.engines,
     )
     config = RolloutCorrectionConfig(diagnostics="full")
     return measure(current.log_probs, batch.rollout_log_probs, batch.response_mask, config, context)

@@ -91,6 +91,7 @@ def build_train_batch(
             entropies=evaluations.entropies,
             sum_pi_squared=evaluations.sum_pi_squared,
             varentropies=evaluations.varentropies,
+            engines=rollouts.engines,
             current_version=current_version,
         )
 
@@ -117,6 +118,7 @@ def build_train_batch(
         ref_log_prob=evaluations.ref_log_prob,
         scores=scores if config.in_actor and full else None,
         policy_versions=versions if config.in_actor else None,
+        engines=rollouts.engines if config.in_actor and full else None,
         batch_size=rollouts.batch_size,
     )
     return ScoredStep(batch, correction, rewards, keep_mask, reward_kl)

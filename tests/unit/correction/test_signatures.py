@@ -154,6 +154,39 @@ def test_parts_order_and_padding_do_not_count(seed: int, cut: int) -> None:
         assert merged[f"{PREFIX}{name}"] == pytest.approx(whole[name], rel=1e-8, abs=1e-11), name
 
 
+ENGINES = ("engine_0_logit_noise", "engine_2_logit_noise", "noisiest_engine", "noisiest_engine_ratio", "noisiest_engine_z")
+
+
+@given(seed=st.integers(0, 10_000), cut=st.integers(0, 8))
+def test_engines_are_compared_over_their_rows_and_parts_add_up(seed: int, cut: int) -> None:
+    """Engines 0 and 2; the gap of the latter is four times as large."""
+    train, rollout, mask = random_case(8, 70, seed)
+    mask[:, 0] = 1.0
+    engines = torch.tensor([0, 2, 0, 0, 2, 2, 0, 2])
+    rollout = torch.where((engines == 2)[:, None], train + 4 * (rollout - train), rollout)
+    facts = dict(zip(FACTS, random_facts(train, seed), strict=True)) | {"engines": engines}
+    found = compute_rollout_correction(train, rollout, mask, FULL, **facts).metrics()
+    found = {name: found[f"{PREFIX}{name}"] for name in ENGINES}
+    pairs: dict[int, list[tuple[float, float]]] = {0: [], 2: []}
+    columns = (train, rollout, facts["sum_pi_squared"], mask, engines)
+    for pi, mu, q, there, engine in zip(*(values.tolist() for values in columns), strict=True):
+        weights = drawn([t for t, one in enumerate(there) if one]).items()
+        sums = ((w * (pi[t] - mu[t]) ** 2, w * (1 - 2 * math.exp(pi[t]) + q[t])) for t, w in weights)
+        pairs[engine].append(tuple(map(math.fsum, zip(*sums, strict=True))))  # type: ignore[arg-type]
+    (value, error), (other, of_other) = sorted((quotient(rows) for rows in pairs.values()), reverse=True)
+    expected = [math.sqrt(quotient(rows)[0]) for rows in pairs.values()]
+    expected += [2.0 if quotient(pairs[2])[0] == value else 0.0, math.sqrt(value / other)]
+    expected.append((value - 4 * other) / math.hypot(error, 4 * of_other))
+    assert list(found.values()) == pytest.approx(expected, rel=1e-6)
+
+    def part(rows: slice) -> CorrectionStatistics:
+        context = SequenceContext(**{name: values[rows] for name, values in facts.items()})
+        return measure(*(values[rows] for values in (train, rollout, mask)), FULL, context)
+
+    merged = part(slice(cut)).merge(part(slice(cut, None))).metrics(FULL)
+    assert [merged[f"{PREFIX}{name}"] for name in ENGINES] == pytest.approx(list(found.values()), rel=1e-8)
+
+
 def test_without_entropies_what_needs_them_is_left_out() -> None:
     case = random_case(4, 5, 0)
     found = compute_rollout_correction(*case, FULL).metrics()

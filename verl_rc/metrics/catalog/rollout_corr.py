@@ -179,6 +179,15 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
         + ", ".join(map(str, (0, *BOUNDS.position_edges))),
         None,
     ),
+    ("engine_{n}_logit_noise", "nats", f"logit_noise of one of several engines; {BOUNDS.engines - 1}: and all later ones", None),
+    ("noisiest_engine", "1", "number of the engine with the largest logit_noise", None),
+    ("noisiest_engine_ratio", "1", "its logit_noise over that of all others together", (0, BOUNDS.engine_noise)),
+    (
+        "noisiest_engine_z",
+        "1",
+        f"standard errors, over sequences, by which its Σ l² / Σ g is above {BOUNDS.engine_noise**2:g} times that of the others",
+        None,
+    ),
 )
 
 ROLLOUT_CORR = (

@@ -699,6 +699,25 @@ def signatures_of_causes():
 
 
 @example
+def two_engines():
+    """The log-probs of ``signatures_of_causes``; engine 0 sampled the outer rows: l^2 is 4 | 4 in ln 2 squared, g 9/4 | 5/4, and
+    of engine 1 4 and 1/2. So 16/7, whose rows are 8/7 from it on both sides, and 8, of one row and without an error."""
+    facts = {"entropies": torch.zeros(3, 2), "sum_pi_squared": torch.full((3, 2), 0.5), "engines": torch.tensor([0, 1, 0])}
+    found = compute_rollout_correction(TRAIN, ROLLOUT, RESPONSE, {"diagnostics": "full"}, **facts).metrics()
+    error = 8 / 7 * math.sqrt(2) / (7 / 2)
+    return found, under(
+        "rollout_corr/",
+        {
+            "engine_0_logit_noise": LN2 * math.sqrt(16 / 7),
+            "engine_1_logit_noise": LN2 * math.sqrt(8),
+            "noisiest_engine": 1,
+            "noisiest_engine_ratio": math.sqrt(7 / 2),
+            "noisiest_engine_z": (8 - 4 * 16 / 7) / (4 * error),
+        },
+    )
+
+
+@example
 def the_third_step_of_an_engine_at_another_temperature():
     """Logit noise was 0.02 and 0.04 in the first two steps, and the second was at the temperature, too."""
     signs = {"missing_mass": 0, "temperature_slope": -0.1, "temperature_r2": 0.9, "temperature_z": -99, "logit_noise": 0.2}
