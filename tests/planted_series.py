@@ -29,6 +29,9 @@ SIGNS = {
     "surprisal_excess": 0.005,
     "surprisal_excess_bound": 0.03,
     "logit_noise": 0.035,
+    "noisiest_engine": 1.0,
+    "noisiest_engine_ratio": 1.1,
+    "noisiest_engine_z": -9.0,
 }
 """Signatures of a step without a fault, by their names below rollout_corr/."""
 COOLER = {"temperature_slope": -0.111, "temperature_r2": 0.97, "temperature_z": -500.0}

@@ -83,10 +83,9 @@ ARMS: Mapping[str, Fault] = {
     "padding attended": Fault(15, _CONTEXT, _BF16, "attended_padding:20", replay_only=True),
     "one engine of two stale": Fault(
         16,
-        _STALE,
+        ("one engine differs from the others", *_STALE),
         (*_BF16, "actor_rollout_ref.hybrid_engine=False", f"{ROLLOUT}.n_gpus_per_node=2"),
         "stale_second_engine",
-        replay_only=True,
     ),
     "dropout in the trainer": Fault(17, _CONTEXT, _BF16, "dropout", replay_only=True),
     "stop token banned": Fault(18, ("token banned",), _BF16, "banned_stop"),

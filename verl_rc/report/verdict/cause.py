@@ -162,6 +162,16 @@ CAUSES = (
         "tokens, than rounding makes",
         "Compare the ids of the worst rows with the sampled ones: decode and encode, templates.",
     ),
+    Cause(
+        13,
+        "one engine differs from the others",
+        ("noisiest_engine", "noisiest_engine_ratio", "noisiest_engine_z"),
+        lambda step: step["noisiest_engine_z"] > BOUNDS.engine_z,
+        f"logit noise of one engine > {BOUNDS.engine_noise:g} times that of the others, by {BOUNDS.engine_z:g} standard errors",
+        "What engine {noisiest_engine:.0f} samples has {noisiest_engine_ratio:.1f} times the logit noise of the other engines: "
+        "it has other weights, or computes otherwise",
+        "Restart it, and compare one of its tensors with the trainer's after a sync; replay R3 finds the weights that it had.",
+    ),
 )
 """In the order in which they are asked."""
 SIGNATURES = tuple(sorted({name for cause in CAUSES for name in cause.needs}))

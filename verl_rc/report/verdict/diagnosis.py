@@ -6,8 +6,8 @@ from verl_rc.report.run_folder import RunData
 from verl_rc.report.verdict.replays import OTHER_INPUTS, judge_replays, replayed_records
 from verl_rc.report.verdict.statement import Statement
 
-_SIGNED = range(1, 14)
-"""Rows of the decision table that a step's own tokens name; replays explain what is left."""
+_SIGNED = range(1, 13)
+"""Rows of the decision table that a step's own tokens explain; replays explain what is left, as why one engine differs (13)."""
 
 
 def ranked(said: Sequence[Statement], replayed: Sequence[Statement]) -> list[Statement]:

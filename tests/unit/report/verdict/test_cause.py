@@ -27,6 +27,7 @@ PLANTED = {
     8: COOLER,
     10: {"surprisal_excess": -0.28},
     12: {"concentration": 0.999, "logit_noise": 0.8},
+    13: {"noisiest_engine_z": 4.0},
 }
 
 
@@ -68,6 +69,7 @@ def test_every_cause_is_planted_and_healthy_is_silent() -> None:
         ({"surprisal_excess": -0.029}, {"surprisal_excess": -0.031}, 10),
         ({"concentration": 0.97, "logit_noise": 0.8}, {"concentration": 0.99, "logit_noise": 0.8}, 12),
         ({"concentration": 0.99, "logit_noise": 0.49}, {"concentration": 0.99, "logit_noise": 0.51}, 12),
+        ({"noisiest_engine_z": 2.9}, {"noisiest_engine_z": 3.1}, 13),
     ],
 )
 def test_the_bounds(inside: dict[str, float], outside: dict[str, float], row: int) -> None:

@@ -174,6 +174,10 @@ def test_a_trainer_with_other_inputs_comes_before_signatures_and_those_before_th
     assert [one.cause for one in ranked(said, replayed)] == [OTHER_INPUTS, "row 8"]
     assert [one.cause for one in ranked([statement(11, "good")], replayed)] == [OTHER_INPUTS, OLDER_WEIGHTS]
     assert [one.cause for one in ranked([statement(20, "notice")], [])] == ["row 20"]
+    # That one engine differs does not say why.
+    other_weights = judge_replays([replace(HEALTHY, versions={0: 0.01, 4: 0.3})])
+    assert [one.cause for one in ranked([statement(13, "fault")], other_weights)] == [OLDER_WEIGHTS, "row 13"]
+    assert [one.cause for one in ranked([statement(13, "fault")], [])] == ["row 13"]
 
 
 def test_what_is_written_is_read_again_and_damage_is_left_out() -> None:
