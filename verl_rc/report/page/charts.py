@@ -129,6 +129,7 @@ PANELS: dict[str, tuple[str, tuple[ChartSpec, ...]]] = {
             ChartSpec("Tail of the weights: Pareto k", ("rollout_corr/rollout_is_pareto_k",)),
             ChartSpec("Noise on the logits", ("rollout_corr/logit_noise", "rollout_corr/logit_noise_floor")),
             ChartSpec("Noise on the logits, by position", ("rollout_corr/position_*_logit_noise",)),
+            ChartSpec("Noise on the logits, by engine", ("rollout_corr/engine_*_logit_noise",)),
             ChartSpec("Temperature", ("rollout_corr/temperature_slope", "rollout_corr/temperature_r2")),
             ChartSpec("Surprisal excess", ("rollout_corr/surprisal_excess", "rollout_corr/surprisal_excess_bound")),
             ChartSpec("Share of the gap in 1 % of the tokens", ("rollout_corr/concentration",)),

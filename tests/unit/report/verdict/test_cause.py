@@ -180,6 +180,7 @@ def healthy_batch(seed: int, rows: int = 64, width: int = 12, vocabulary: int = 
         entropies=entropies,
         sum_pi_squared=train.exp().square().sum(-1),
         varentropies=(train.exp() * (train + entropies[..., None]).square()).sum(-1),
+        engines=torch.arange(rows) % 3,
     ).metrics()
     return {name.removeprefix(PREFIX): value for name, value in found.items()} | {"logit_noise_floor": noise}
 
