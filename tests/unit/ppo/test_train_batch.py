@@ -121,6 +121,7 @@ def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
     rollouts, evaluations = make_rollouts(log_ratio_of_last_token=-0.5)
     evaluations.sum_pi_squared = 2 * evaluations.old_log_probs.exp()
     evaluations.entropies = evaluations.varentropies = torch.zeros_like(evaluations.old_log_probs)
+    rollouts.engines = torch.arange(len(evaluations.old_log_probs))
     metrics = {}
     for diagnostics in ("core", "full"):
         correction = run_step(rollouts, evaluations, algorithm(diagnostics=diagnostics)).correction
@@ -129,6 +130,15 @@ def test_full_diagnostics_measure_the_noise_on_the_logits() -> None:
     assert metrics["full"]["rollout_corr/logit_noise"] == pytest.approx(1 / 6)
     assert {"rollout_corr/temperature_slope", "rollout_corr/surprisal_excess_bound"} <= metrics["full"].keys()
     assert not {"rollout_corr/logit_noise", "rollout_corr/missing_mass"} & metrics["core"].keys()
+    assert sum(metrics["full"].get(f"rollout_corr/engine_{n}_logit_noise", 0.0) > 0 for n in range(len(rollouts.engines))) == 1
+
+
+@pytest.mark.parametrize("diagnostics", ["core", "full"])
+def test_the_actor_gets_the_engines_of_rows_where_it_measures_by_them(diagnostics: str) -> None:
+    rollouts, evaluations = make_rollouts()
+    rollouts.engines = torch.arange(len(evaluations.old_log_probs))
+    batch = run_step(rollouts, evaluations, algorithm(diagnostics=diagnostics, bypass_mode=True)).batch
+    assert (batch.engines is None) == (diagnostics == "core")
 
 
 def test_the_kl_penalty_is_taken_from_each_token_and_averaged_over_rows() -> None:

@@ -107,6 +107,7 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
     generator = torch.Generator().manual_seed(0)
     table = torch.tensor(case["log_probs"])
     entropies, squares, varentropies = torch.rand(3, *table.shape, generator=generator) + torch.tensor([0, 1, 0])[:, None, None]
+    batch.engines = torch.arange(len(table)) % 2
     correction = ActorCorrection(UpdateRequest(config, 0), worker._mesh)
     for moved in (0.0, 0.7):  # the second one comes after an update
         for rows in parts:
@@ -123,11 +124,13 @@ def test_signatures_are_those_of_the_first_mini_batch(worker: TablePolicy, parts
         entropies=entropies,
         sum_pi_squared=squares,
         varentropies=varentropies,
+        engines=batch.engines,
     ).metrics()
     found = correction.signatures()
     assert found is not None
     signatures = found.signatures()
-    assert {f"rollout_corr/{name}" for name in ("logit_noise", "surprisal_excess_bound", "missing_mass")} <= signatures.keys()
+    measured = ("engine_1_logit_noise", "surprisal_excess_bound", "missing_mass")
+    assert {f"rollout_corr/{name}" for name in measured} <= signatures.keys()
     assert signatures == pytest.approx({name: decoupled[name] for name in signatures}, rel=1e-9)
     core = ActorCorrection(UpdateRequest(config.model_copy(update={"diagnostics": "core"}), 0), worker._mesh)
     core.measure_first_signatures(batch, TokenScores(table, entropies, squares))
