@@ -181,7 +181,7 @@ _SIGNATURES: tuple[tuple[str, str, str, Bounds | None], ...] = (
     ),
     ("engine_{n}_logit_noise", "nats", f"logit_noise of one of several engines; {BOUNDS.engines - 1}: and all later ones", None),
     ("noisiest_engine", "1", "number of the engine with the largest logit_noise", None),
-    ("noisiest_engine_ratio", "1", "its logit_noise over that of all others together", (0, BOUNDS.engine_noise)),
+    ("noisiest_engine_ratio", "1", "its logit_noise over that of all others together", None),
     (
         "noisiest_engine_z",
         "1",
