@@ -153,7 +153,7 @@ def _sampling_faults() -> Study:
         "weights repair it: the reported log-probs are those that were sampled from. Behind a filter of 0.95 "
         "weights repair what was sampled, and not what never is. Raw log-probs at a temperature of 0.7 mislead "
         "weights: with them a run learns no better than without.",
-        found="",
+        found="Runs of one seed, from which nothing can be concluded: their arms differ by no more than seeds do elsewhere.",
         common=(
             *(*SHORT_RUN, f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.optim.lr=1e-4"),
             # The trainer would refuse to start: the canary sees the fault.
