@@ -26,9 +26,9 @@ def run_ranks(count: int, run_rank: Callable[..., None], *arguments: Any) -> Non
 
 
 def free_port() -> int:
-    """A port that nobody listens on, of those that no system gives to connections and Ray to no worker; each once a process.
+    """A free port, another one at each call.
 
-    Connections get ports from 32768 on, Ray's workers those from 10002 to 19999.
+    It is from 20000 to 32767, where neither takes it before its use: outgoing connections get ports above, Ray's workers below.
     """
     for port in _PORTS:
         with socket.socket() as probe, suppress(OSError):

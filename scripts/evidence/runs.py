@@ -199,7 +199,7 @@ def run_in(place: Path, module: str, *arguments: str, core: int | None = None) -
 
 @contextmanager
 def _kept_on(core: int | None) -> Iterator[dict[str, str]]:
-    """Keep this thread and what it starts on one core, and yield the variables of a Ray of its own. None: change nothing."""
+    """Keep this thread, and what it starts, on one core; yields the environment that gives it its own Ray. None: no change."""
     if core is None:
         yield {}
         return

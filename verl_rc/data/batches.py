@@ -111,7 +111,7 @@ class Completions(TensorClass):
     tool_calls: Tensor | None = None
     """int64 ``[B]``: calls that tools answered. None: no tools."""
     engines: Tensor | None = None
-    """int64 ``[B]``: number of the engine that sampled a row. None: the run has one, or samples ahead."""
+    """int64 ``[B]``: number of the engine that sampled a row. None: the run has one engine."""
 
     def __post_init__(self) -> None:
         """Check dtypes and shapes."""

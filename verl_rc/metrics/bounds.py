@@ -52,11 +52,11 @@ class SignatureBounds:
     drift: float = 0.02
     """Root mean square of the log-ratio over the updates of a step from which on it counts: a tenth of the usual clip range."""
     engines: int = 16
-    """Engines whose noise is told apart; the last stands for all later ones."""
+    """How many engines have a noise of their own; the last of them is counted together with all later ones."""
     engine_noise: float = 2.0
-    """An engine with more than so many times the logit noise of the others computes otherwise than they do."""
+    """An engine is unlike the others when it has more than so many times their logit noise."""
     engine_z: float = 3.0
-    """Standard errors by which its square is above that: the tail of an engine that has other weights is heavy."""
+    """Standard errors by which its squared noise is above that. Few suffice: the gap of an engine with other weights varies."""
     far_above_floor: float = 4.0
     """A gap above so many times the first one is a fault: the limit of ``sync_proof`` is calibrated by it, too."""
 
