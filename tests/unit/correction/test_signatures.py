@@ -136,17 +136,22 @@ def test_the_largest_hundredth_of_the_tokens() -> None:
     assert concentration([0.0] * NUM_BINS) == 0.0
 
 
+def metrics_of_parts(case: tuple[Tensor, ...], facts: dict[str, Tensor], cut: int) -> dict[str, float]:
+    """Metrics of rows that were measured in two parts."""
+
+    def part(rows: slice) -> CorrectionStatistics:
+        context = SequenceContext(**{name: values[rows] for name, values in facts.items()})
+        return measure(*(values[rows] for values in case), FULL, context)
+
+    return part(slice(cut)).merge(part(slice(cut, None))).metrics(FULL)
+
+
 @given(seed=st.integers(0, 10_000), cut=st.integers(0, 6))
 def test_parts_order_and_padding_do_not_count(seed: int, cut: int) -> None:
     case = random_case(6, 70, seed)
     facts = random_facts(case[0], seed)
     whole = signatures(*case, *facts)
-
-    def part(rows: slice) -> CorrectionStatistics:
-        context = SequenceContext(**{name: values[rows] for name, values in zip(FACTS, facts, strict=True)})
-        return measure(*(values[rows] for values in case), FULL, context)
-
-    merged = part(slice(cut)).merge(part(slice(cut, None))).metrics(FULL)
+    merged = metrics_of_parts(case, dict(zip(FACTS, facts, strict=True)), cut)
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
     padded = [torch.nn.functional.pad(values[order], (0, 9, 0, 2)) for values in (*case, *facts)]
     for name, value in signatures(*padded).items():
@@ -178,12 +183,7 @@ def test_engines_are_compared_over_their_rows_and_parts_add_up(seed: int, cut: i
     expected += [2.0 if quotient(pairs[2])[0] == value else 0.0, math.sqrt(value / other)]
     expected.append((value - 4 * other) / math.hypot(error, 4 * of_other))
     assert list(found.values()) == pytest.approx(expected, rel=1e-6)
-
-    def part(rows: slice) -> CorrectionStatistics:
-        context = SequenceContext(**{name: values[rows] for name, values in facts.items()})
-        return measure(*(values[rows] for values in (train, rollout, mask)), FULL, context)
-
-    merged = part(slice(cut)).merge(part(slice(cut, None))).metrics(FULL)
+    merged = metrics_of_parts((train, rollout, mask), facts, cut)
     assert [merged[f"{PREFIX}{name}"] for name in ENGINES] == pytest.approx(list(found.values()), rel=1e-8)
 
 
