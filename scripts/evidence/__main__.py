@@ -14,27 +14,30 @@ from evidence import against_verl, bill
 from evidence.machine import cores_of, refused
 from evidence.runs import ROOT, MixedResultsError, NotStartedError, known_runs, missing, prepare, quick, run_all, start_trainer
 from evidence.studies import STUDIES, Study
-from evidence.tables import FALL, accuracies, draw, section
+from evidence.tables import FALL, accuracies, draw, minutes_of, section
 
 PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence"
 BILLS, COMPARED = RESULTS / "bill.jsonl", RESULTS / "against_verl.jsonl"
-HEAD = f"""# Evidence
+HEAD = """# Evidence
 
 What happens when rollout and trainer disagree, and what each correction does about it: runs of this
 trainer on two CPU cores, or with `--cores 0,1` on one core each. Every number below is made from
 the runs in [evidence/](evidence) by `python -m scripts.evidence page`. All runs of a study start
 from one model; arms are compared at the same seeds. A run has collapsed when it ends in an error or
-{FALL:.2f} below its own best accuracy; the step is that from which on it stayed so far below."""
+{fall:.2f} below its own best accuracy; the step is that from which on it stayed so far below. To
+run all studies again takes some {hours:.0f} hours on two cores."""
 
 
 def write_page() -> None:
     """Write docs/evidence.md and its figures from the results on disk."""
-    blocks = [HEAD]
+    blocks, hours = list[str](), 0.0
     for name, study in STUDIES.items():
         runs = known_runs(RESULTS / f"{name}.jsonl", study)
         if runs:
             draw(name, study, runs, RESULTS)
         blocks += section(name, study, runs)
+        hours += minutes_of(study, runs)[1] / 60
+    blocks.insert(0, HEAD.format(fall=FALL, hours=hours))
     if bills := bill.read_bills(BILLS):
         blocks += bill.section(bills, known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY]))
     if lines := against_verl.read_lines(COMPARED):
@@ -50,7 +53,7 @@ def run_missing(study: Study, results: Path, given: argparse.Namespace) -> None:
     todo = [(arm, seed) for arm, seed in todo if arm not in impossible]
     for reason in sorted(set(impossible.values())):
         print(f"{list(impossible.values()).count(reason)} arms are left out: {reason}", flush=True)
-    print(f"{len(todo)} runs, some {len(todo) * study.minutes:.0f} minutes on two idle cores", flush=True)
+    print(f"{len(todo)} runs, some {len(todo) * study.minutes / len(given.cores):.0f} minutes on idle cores", flush=True)
     prepare(given.folder, study.task)
     for run in run_all(study, todo, given.folder, results, start_trainer, given.cores):
         found = accuracies(run) or [float("nan")]

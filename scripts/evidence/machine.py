@@ -1,15 +1,26 @@
 """What this machine can run: fp8 is fast on some CPUs and thousands of times slower on others; cores differ, too."""
 
 import os
+import platform
 from argparse import ArgumentTypeError
 from collections.abc import Collection
 
+import torch
 from evidence.studies import Study
 
 from verl_rc.rollout.fp8_products import require_fp8_cache, time_fp8_products
 
 FP8_WEIGHTS, FP8_CACHE = "actor_rollout_ref.rollout.quantization=fp8", "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
 """How overrides begin that make engines compute in fp8, and keep what they computed."""
+ASYNCHRONOUS = "async="
+"""How overrides begin that let engine and trainer work at the same time."""
+
+
+def described(core: int | None) -> str:
+    """This machine's processor, its widest instructions and how many of its cores a run has (``core`` None: all)."""
+    processor = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{processor} with {torch.backends.cpu.get_cpu_capability()}, {1 if core is not None else cores} of {cores} cores"
 
 
 def cores_of(text: str) -> list[int | None]:
@@ -29,9 +40,9 @@ def cores_of(text: str) -> list[int | None]:
 def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -> dict[str, str]:
     """Why each arm that this machine cannot run at a bearable speed, or not on one core, is not to be run here, by arm."""
     why = "engine and trainer of an asynchronous run need a core each; run these without --cores"
-    reasons = dict.fromkeys(_having(study, arms, "async="), why) if on_one_core else {}
+    reasons = dict.fromkeys(having(study, arms, ASYNCHRONOUS), why) if on_one_core else {}
     for start, check in ((FP8_WEIGHTS, lambda: time_fp8_products().implementation), (FP8_CACHE, require_fp8_cache)):
-        needing = _having(study, arms, start)
+        needing = having(study, arms, start)
         if not needing:
             continue
         try:
@@ -41,6 +52,11 @@ def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -
     return reasons
 
 
-def _having(study: Study, arms: Collection[str], start: str) -> list[str]:
+def runs_at_a_time(study: Study) -> int:
+    """How many runs of a study two cores run at a time: one where engine and trainer need a core each."""
+    return 1 if having(study, study.arms, ASYNCHRONOUS) else 2
+
+
+def having(study: Study, arms: Collection[str], start: str) -> list[str]:
     """The arms with an override that begins so."""
     return [arm for arm in arms if any(given.startswith(start) for given in (*study.common, *study.arms[arm]))]

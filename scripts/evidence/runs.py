@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
+from evidence.machine import described
 from evidence.studies import ACCURACY, QUICKSTART, Study, Task
 
 from verl_rc.report.run_folder import whole_lines
@@ -51,6 +52,8 @@ class Run:
     """Of the study's task."""
     planted: str = ""
     """What the workers did wrong."""
+    machine: str = ""
+    """That it ran on; empty: not recorded."""
 
     @property
     def made_by(self) -> set[str]:
@@ -151,7 +154,7 @@ def run_all(
         seconds, curves = round(time.time() - began, 1), curves_of(place / "metrics.jsonl")
         if status and not curves:
             raise NotStartedError(f"{arm}, seed {seed}, ended before its first step; see {place / 'output.log'}")
-        return replace(plan, exit_status=status, seconds=seconds, curves=curves)
+        return replace(plan, exit_status=status, seconds=seconds, curves=curves, machine=described(core))
 
     with ThreadPoolExecutor(len(cores)) as pool:
         try:

@@ -69,7 +69,7 @@ class Study:
     """Overrides of an arm, by its name."""
     seeds: tuple[int, ...]
     minutes: float
-    """Of one run, alone on two cores."""
+    """Of one run: on one core, or on two where a run is asynchronous. Announced before the first run."""
     figures: tuple[str, ...]
     """A figure for each of these words, with the arms that have it in their name."""
     quick: tuple[str, ...]

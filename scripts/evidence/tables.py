@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from evidence.machine import runs_at_a_time
 from evidence.runs import Run
 from evidence.studies import ACCURACY, Study
 
@@ -113,21 +114,30 @@ def _draw(figure: "Figure", arms: Sequence[tuple[str, list[Run]]]) -> None:
     panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
+def minutes_of(study: Study, runs: Mapping[tuple[str, int], Run]) -> tuple[float, float]:
+    """Minutes of one run, the median of ``runs`` or what was announced, and of the whole study on two cores."""
+    each = float(np.median([run.seconds for run in runs.values()])) / 60 if runs else study.minutes
+    return each, each * len(study.arms) * len(study.seeds) / runs_at_a_time(study)
+
+
 def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
     """The blocks of the page on one study: question, what was expected, what was found, how to run it again."""
     number = sum(len(found) for _, found in by_arm(study, runs))
-    hours = sum(run.seconds for run in runs.values()) / 3600
+    each, all_minutes = minutes_of(study, runs)
     all_runs = len(study.arms) * len(study.seeds)
     drawn = [word for word in study.figures if any(word in arm.split() for arm, _ in by_arm(study, runs))]
     pictures = [f"![accuracy over steps, arms with {word}](evidence/{name}_{word}.png)" for word in drawn]
     found = ["\n".join(table(study, runs)), *pictures] if runs else []
     single = sum(len(of_arm) == 1 for _, of_arm in by_arm(study, runs))
     missing = f" {single} arms have one seed only, which says nothing of others." if single else ""
+    cores = " --cores 0,1" if runs_at_a_time(study) > 1 else ""
+    machines = sorted({run.machine or "not recorded" for run in runs.values()})
+    took = f" A run took {each:.1f} minutes (median). Machine: {'; '.join(machines)}." if runs else ""
     prose = (
         study.question,
         f"Expected, before the first run: {study.expectation}",
         *([f"Found: {study.found}"] if runs else []),
-        f"Run with `python -m scripts.evidence {name}`: {number} of {all_runs} runs are here; they took {hours:.1f} hours."
-        + missing,
+        f"Run with `python -m scripts.evidence {name}{cores}`, some {all_minutes:.0f} minutes on two cores: {number} of "
+        f"{all_runs} runs are here.{missing}{took}",
     )
     return [f"## {name}", *(textwrap.fill(paragraph, 100) for paragraph in prose), *found]

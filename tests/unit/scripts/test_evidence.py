@@ -14,7 +14,7 @@ from evidence import machine
 from evidence.machine import cores_of, refused
 from evidence.runs import MixedResultsError, NotStartedError, Run, known_runs, missing, prepare, quick, run_all, run_in
 from evidence.studies import ACCURACY, STUDIES, Study, Task
-from evidence.tables import has_collapsed, interval, section, steps_of_collapse
+from evidence.tables import has_collapsed, interval, minutes_of, section, steps_of_collapse
 
 from verl_rc.config.load import load_run_config
 from verl_rc.rollout.fp8_products import Fp8Timings
@@ -80,6 +80,7 @@ def test_runs_of_a_study_share_the_cores(tmp_path: Path) -> None:
     runs = list(run_all(STUDY, missing(STUDY, {}), tmp_path, results, start, cores=(3, 5)))
     assert sorted(map(str, seen)) == ["3", "3", "5", "5"]
     assert len(runs) == len(known_runs(results, STUDY)) == 4
+    assert all(", 1 of " in run.machine for run in runs)
 
 
 def test_cores_that_a_run_cannot_be_kept_on_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +221,14 @@ def test_arms_that_this_machine_cannot_run_are_left_out(monkeypatch: pytest.Monk
     found = refused(study, arms)
     assert set(found) == set(arms[1:])
     assert found["cache"] == "no AVX-512"
+
+
+def test_a_study_says_how_long_it_takes_on_two_cores() -> None:
+    """Two runs at a time, but for those that need both cores; a run beside other work does not count for all."""
+    ended = {("a", seed): Run("a", seed, [], 0, seconds, {}) for seed, seconds in enumerate((60.0, 120.0, 3000.0))}
+    assert minutes_of(STUDY, {}) == (1.0, 2.0)
+    assert minutes_of(STUDY, ended) == (2.0, 4.0)
+    assert minutes_of(replace(STUDY, common=("async=one_step_off",)), ended) == (2.0, 8.0)
 
 
 def test_asynchronous_arms_need_more_than_one_core() -> None:
