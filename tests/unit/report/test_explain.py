@@ -132,7 +132,13 @@ SAID: list[tuple[Given, list[str], list[str]]] = [
         ["rollout_rs=seq_mean_k1 rejects whole rows outside a band that is made for two implementations of one policy"],
         [],
     ),
-    ({**AHEAD, **REJECTION}, [], ["rejects whole rows outside a band"]),
+    ({**AHEAD, **REJECTION}, [], ["rejects whole rows outside a band", "corrects nothing"]),
+    (
+        {**AHEAD, f"{CORRECTION}.rollout_is": None},
+        ["rollout_correction corrects nothing, and samples are 2 or more steps old"],
+        [],
+    ),
+    ({**AHEAD, **BYPASS}, [], ["corrects nothing"]),
     (
         {
             "async_training.trigger_parameter_sync_step": 2,

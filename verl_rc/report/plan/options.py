@@ -227,6 +227,12 @@ def _asynchrony_warnings(config: RunConfig, sizes: BatchArithmetic) -> Iterator[
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} whitens over the batch, which is that of one step: "
             f"{sizes.prompts} prompts, not those of all {options.trigger_parameter_sync_step} steps of a publication."
         )
+    corrects = correction.rollout_is is not None or correction.rejects or correction.in_actor
+    if options.usual_age >= 1 and not corrects:
+        yield (
+            f"{_CORRECTION} corrects nothing, and samples are {options.usual_age} or more steps old. Such runs lost accuracy "
+            "from one step on, and broke at eight (docs/evidence.md). Pass correction=bypass_ppo_clip or decoupled_token_is."
+        )
     narrow = [rule.name for rule in correction.settings().rules if rule.rule.scope != "token"]
     if narrow and options.usual_age >= 1:
         yield (
