@@ -14,6 +14,7 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
     "fp8kv": (_FP8_CACHE,),
     "fp8w": (_FP8_WEIGHTS,),
     "bf16": (),
+    "fp32": (f"{ROLLOUT}.dtype=float32",),
 }
 """Overrides of an engine by its name, the widest gap first."""
 
@@ -77,6 +78,8 @@ class Study:
     task: Task = QUICKSTART
     planted: Mapping[str, str] = field(default_factory=dict)
     """What the workers do wrong, by arm; see ``scripts/planted_faults/workers.py``."""
+    would_change: str = ""
+    """The results, or the conditions, that would change the conclusion."""
 
 
 def _staleness() -> Study:
@@ -104,15 +107,17 @@ def _staleness() -> Study:
         seeds=(1, 2, 3),
         minutes=2.5,
         figures=CORRECTIONS,
-        quick=("k0 decoupled_token_is lr4", "k8 disabled lr4", "k8 decoupled_token_is lr4"),
+        quick=("k8 disabled lr1", "k8 decoupled_seq_is lr1"),
+        would_change="A seed at the usual rate whose run without correction ends above those with weights at k = 4 or 8. The "
+        "order of the corrections may be another one for long answers, whose sequence weights vary more, and at rates between "
+        "these two.",
     )
 
 
 def _quantised() -> Study:
-    arms = {f"{engine} {correction}": (f"correction={correction}", *given)
-            for engine, given in ENGINES.items() for correction in FURTHER_CORRECTIONS}  # fmt: skip
-    for correction in ("disabled", "decoupled_token_is"):
-        arms[f"fp32 {correction}"] = (f"correction={correction}", f"{ROLLOUT}.dtype=float32")
+    pairs = [("fp8both", correction) for correction in FURTHER_CORRECTIONS]
+    pairs += [(engine, one) for engine in ENGINES if engine != "fp8both" for one in ("disabled", "decoupled_token_is")]
+    arms = {f"{engine} {correction}": (f"correction={correction}", *ENGINES[engine]) for engine, correction in pairs}
     return Study(
         question="Engines compute in bf16, with fp8 weights, with an fp8 key-value cache, or with both, and answers have 49 "
         "tokens. What does that cost, and what does correction give back? Control: an engine in float32, which "
@@ -129,9 +134,10 @@ def _quantised() -> Study:
         arms=arms,
         seeds=(1, 2, 3),
         minutes=5,
-        figures=(*ENGINES, "fp32"),
+        figures=tuple(ENGINES),
         quick=("fp8both disabled", "fp8both decoupled_token_is"),
         task=LONG,
+        would_change="A gap that is several times wider: of longer answers, lower precision or larger models.",
     )
 
 
@@ -161,10 +167,11 @@ def _sampling_faults() -> Study:
         ),
         arms={f"{fault} {correction}": (f"correction={correction}", *faults[fault][1]) for fault, correction in pairs},
         seeds=(1, 2, 3),
-        minutes=2.5,
+        minutes=3.3,
         figures=corrections,
         quick=("temperature0.9 disabled", "temperature0.9 decoupled_token_is"),
         planted={f"{fault} {correction}": faults[fault][0] for fault, correction in pairs},
+        would_change="Faults that are larger, or that last for more than 60 steps.",
     )
 
 
@@ -193,9 +200,7 @@ def _decisions() -> Study:
             "rejection all-tokens counted": rows,
             "rejection kept-tokens counted": (*rows, kept),
             "rejection all-tokens excluded": (*rows, excluded),
-            "rejection kept-tokens excluded": (*rows, kept, excluded),
             "weights token": token,
-            "weights token normalised": (*token, normalised),
             "weights sequence": sequence,
             "weights sequence normalised": (*sequence, normalised),
             "bounds documented": (*band, f"{section}.rollout_rs_threshold=0.5_5.0"),
@@ -207,6 +212,7 @@ def _decisions() -> Study:
         minutes=2.5,
         figures=("rejection", "weights", "bounds", "bypass"),
         quick=("bypass policy-gradient", "bypass clip"),
+        would_change="Samples that are older, a higher rate, or several updates per batch: each makes every decision weigh more.",
     )
 
 
@@ -234,9 +240,11 @@ def _controls() -> Study:
             for correction in corrections
         },
         seeds=(1, 2, 3),
-        minutes=2.5,
+        minutes=5.5,
         figures=tuple(controls),
         quick=("shuffled-rewards disabled", "float32 disabled"),
+        would_change="An arm with correction that ends apart from the one without, at a rate of 0 or up to step 30 in float32: "
+        "correction would do something where there is nothing to correct.",
     )
 
 

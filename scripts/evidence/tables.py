@@ -120,6 +120,15 @@ def minutes_of(study: Study, runs: Mapping[tuple[str, int], Run]) -> tuple[float
     return each, each * len(study.arms) * len(study.seeds) / runs_at_a_time(study)
 
 
+def _quick_look(study: Study, runs: Mapping[tuple[str, int], Run], minutes: float) -> Iterator[str]:
+    """What ``--quick`` shows, once its runs are here."""
+    seed = study.seeds[0]
+    ends = {arm: accuracies(runs[arm, seed])[-1:] for arm in study.quick if (arm, seed) in runs}
+    if len(ends) == len(study.quick):
+        told = ", ".join(f"{arm} {end[0]:.3f}" if end else f"{arm} failed" for arm, end in ends.items())
+        yield f"With `--quick`, some {minutes * len(ends) / runs_at_a_time(study):.0f} minutes, seed {seed} alone: {told}."
+
+
 def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
     """The blocks of the page on one study: question, what was expected, what was found, how to run it again."""
     number = sum(len(found) for _, found in by_arm(study, runs))
@@ -137,7 +146,9 @@ def section(name: str, study: Study, runs: Mapping[tuple[str, int], Run]) -> lis
         study.question,
         f"Expected, before the first run: {study.expectation}",
         *([f"Found: {study.found}"] if runs else []),
+        *([f"What would change this: {study.would_change}"] if runs and study.would_change else []),
         f"Run with `python -m scripts.evidence {name}{cores}`, some {all_minutes:.0f} minutes on two cores: {number} of "
         f"{all_runs} runs are here.{missing}{took}",
+        *_quick_look(study, runs, each),
     )
     return [f"## {name}", *(textwrap.fill(paragraph, 100) for paragraph in prose), *found]

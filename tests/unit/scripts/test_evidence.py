@@ -48,6 +48,7 @@ def finish(folder: Path, start: Trainer, *words: str) -> list[Run]:
 def test_every_arm_is_a_run_that_can_start(name: str) -> None:
     study = STUDIES[name]
     assert set(study.quick) <= study.arms.keys()
+    assert study.would_change
     places = ["actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
     for given in study.arms.values():
         load_run_config([*study.common, *given, *places])
@@ -248,3 +249,4 @@ def test_a_partial_study_says_so_and_has_no_empty_column(tmp_path: Path) -> None
     assert "3 of 4 runs are here" in page
     assert "1 arms have one seed only" in page
     assert "mean ESS" not in page
+    assert "With `--quick`, some 0 minutes, seed 1 alone: b 0.500." in page
