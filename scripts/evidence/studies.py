@@ -53,6 +53,8 @@ SHORT_RUN = (
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
 )
 """Overrides of runs on the quickstart's task."""
+UNGUARDED = (f"{ROLLOUT}.sync_proof.gap_limit=50", "trainer.alerts.mismatch_limit=null")
+"""Overrides of runs with a fault that the trainer would see, and stop at."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,20 @@ def _staleness() -> Study:
     rates = {"lr1": "5e-5", "lr4": "2e-4"}
     arms = {}
     for rate, lr in rates.items():
-        for k in (0, 1, 4, 8):
+        for k in (0, 1, 2, 4, 8) if rate == "lr1" else (0, 1, 4, 8):
             ahead = ("async=one_step_off", f"async_training.staleness_threshold={k}") if k else ()
             for correction in CORRECTIONS:
                 given = (f"correction={correction}", f"actor_rollout_ref.actor.optim.lr={lr}")
                 arms[f"k{k} {correction} {rate}"] = (*given, *ahead)
+    frozen = {f"frozen {correction} lr1": (*arms[f"k0 {correction} lr1"], *UNGUARDED) for correction in CORRECTIONS}
     return Study(
-        question="Samples come from weights that are up to k steps old. What does that cost, and what does correction give back?",
+        question="Samples come from weights that are up to k steps old. What does that cost, and what does correction give back? "
+        "Worst case: engines are frozen, and all samples come from the weights that the run began with.",
         expectation="At the usual learning rate (lr1) all arms learn alike. At four times that rate (lr4) and k = 8 the arm "
-        "without correction falls behind or breaks, and token weights keep most of what k = 0 reaches.",
+        "without correction falls behind or breaks, and token weights keep most of what k = 0 reaches. Before the first run "
+        "with k = 2 and with frozen engines: k = 2 lies between 1 and 4. With frozen engines the arm without correction "
+        "breaks; sequence weights keep most, until their ESS is used up; token weights and bypass mode's clip break later "
+        "than no correction.",
         found="At the usual learning rate accuracy without correction falls with every step of age, from the first one on: the "
         "expectation was wrong there. In step all corrections learn alike, and one step old they keep that but for a few "
         "hundredths. At four steps bypass mode's clip keeps nearly all of it, and weights fall behind; at eight sequence weights "
@@ -103,11 +110,12 @@ def _staleness() -> Study:
         "mode's clip least, and one with sequence weights breaks. One step and more old every run breaks at that rate, but for "
         "bypass mode's at one step.",
         common=(*SHORT_RUN, _FP8_WEIGHTS),
-        arms=arms,
+        arms=arms | frozen,
         seeds=(1, 2, 3),
         minutes=2.5,
         figures=CORRECTIONS,
         quick=("k8 disabled lr1", "k8 decoupled_seq_is lr1"),
+        planted=dict.fromkeys(frozen, "skip_every_sync"),
         would_change="A seed at the usual rate whose run without correction ends above those with weights at k = 4 or 8. The "
         "order of the corrections may be another one for long answers, whose sequence weights vary more, and at rates between "
         "these two.",
@@ -166,11 +174,7 @@ def _sampling_faults() -> Study:
         "do not show such faults in accuracy; their gap does, and verl-rc diagnose names each of them "
         "([see_why.md](see_why.md)). Retokenised turns of tools are not among the faults: this task's tokenizer has a token "
         "for each character, and gives the same tokens again.",
-        common=(
-            *(*SHORT_RUN, f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.optim.lr=1e-4"),
-            # The trainer would refuse to start: the canary sees the fault.
-            *(f"{ROLLOUT}.sync_proof.gap_limit=50", "trainer.alerts.mismatch_limit=null"),
-        ),
+        common=(*SHORT_RUN, f"{ROLLOUT}.dtype=float32", "actor_rollout_ref.actor.optim.lr=1e-4", *UNGUARDED),
         arms={f"{fault} {correction}": (f"correction={correction}", *faults[fault][1]) for fault, correction in pairs},
         seeds=(1, 2, 3),
         minutes=3.5,
