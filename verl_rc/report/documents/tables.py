@@ -41,7 +41,7 @@ _PRESETS_HEAD = """\
 the same list. `verl-rc docs` writes this page from `PRESETS` in `verl_rc/config`.
 
 [Which preset](rollout_correction.md#which-preset) has the reasons. Most runs want
-`decoupled_token_is` (long responses), `decoupled_seq_is` (short ones), or `bypass_pg_is` (no
+`decoupled_token_is` (long responses), `decoupled_seq_is` (short ones), or `bypass_ppo_clip` (no
 forward pass for old log-probs).
 
 | preset | what it does | fields | the name comes from |
