@@ -111,6 +111,8 @@ def _mistake_in_script(arguments):
         return f"{script} does not exist"
     if script.startswith("scripts/cluster/submit"):
         return _mistake_in_script(further)
+    if script.startswith("recipes/evidence/"):
+        return _mistake_in_python(arguments_of(ROOT / script, *further))
     if script.startswith("recipes/"):
         try:
             load_run_config(arguments_of(ROOT / script, *further)[2:])

@@ -15,6 +15,7 @@ from evidence.machine import cores_of, refused
 from evidence.runs import MixedResultsError, NotStartedError, Run, known_runs, missing, prepare, quick, run_all, run_in
 from evidence.studies import ACCURACY, STUDIES, Study, Task
 from evidence.tables import has_collapsed, interval, minutes_of, section, steps_of_collapse
+from recipe_arguments import ROOT, arguments_of
 
 from verl_rc.config.load import load_run_config
 from verl_rc.rollout.fp8_products import Fp8Timings
@@ -54,6 +55,12 @@ def test_every_arm_is_a_run_that_can_start(name: str) -> None:
         load_run_config([*study.common, *given, *places])
         keys = [override.partition("=")[0] for override in (*study.common, *given)]
         assert len(keys) == len(set(keys)), "what is compared with results on disk has no order"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_recipe_of_a_study_runs_it_as_the_page_says(name: str) -> None:
+    command = f"python {' '.join(arguments_of(ROOT / 'recipes' / 'evidence' / f'{name}.sh'))}"
+    assert f"`{command}`" in " ".join(section(name, STUDIES[name], {})).replace("\n", " ")
 
 
 def test_a_study_that_was_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
