@@ -14,7 +14,7 @@ from evidence import against_verl, bill
 from evidence.machine import cores_of, refused
 from evidence.runs import ROOT, MixedResultsError, NotStartedError, known_runs, missing, prepare, quick, run_all, start_trainer
 from evidence.studies import STUDIES, Study
-from evidence.tables import FALL, accuracies, draw, minutes_of, section
+from evidence.tables import FALL, accuracies, draw, headline, minutes_of, section
 
 PAGE, RESULTS = ROOT / "docs" / "evidence.md", ROOT / "docs" / "evidence"
 BILLS, COMPARED = RESULTS / "bill.jsonl", RESULTS / "against_verl.jsonl"
@@ -30,14 +30,15 @@ run all studies again takes some {hours:.0f} hours on two cores."""
 
 def write_page() -> None:
     """Write docs/evidence.md and its figures from the results on disk."""
-    blocks, hours = list[str](), 0.0
+    short, blocks, hours = list[str](), list[str](), 0.0
     for name, study in STUDIES.items():
         runs = known_runs(RESULTS / f"{name}.jsonl", study)
         if runs:
             draw(name, study, runs, RESULTS)
+        short += headline(study, runs) if name == "staleness" else []
         blocks += section(name, study, runs)
         hours += minutes_of(study, runs)[1] / 60
-    blocks.insert(0, HEAD.format(fall=FALL, hours=hours))
+    blocks = [HEAD.format(fall=FALL, hours=hours), *short, *blocks]
     if bills := bill.read_bills(BILLS):
         blocks += bill.section(bills, known_runs(RESULTS / f"{bill.STUDY}.jsonl", STUDIES[bill.STUDY]))
     if lines := against_verl.read_lines(COMPARED):

@@ -66,6 +66,28 @@ def by_arm(study: Study, runs: Mapping[tuple[str, int], Run]) -> Iterator[tuple[
             yield arm, found
 
 
+def last_accuracies(runs: Sequence[Run]) -> list[float]:
+    """Validation accuracy at the end of each run that has any."""
+    return [found[-1] for run in runs if (found := accuracies(run))]
+
+
+def in_words(shares: Sequence[float]) -> str:
+    """Three digits of each."""
+    return ", ".join(f"{share:.3f}" for share in shares) or "—"
+
+
+def headline(staleness: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
+    """The main result: accuracy by seed, with samples eight steps old, without correction and with it; none before its runs."""
+    of_arm = dict(by_arm(staleness, runs))
+    without, weighed = (of_arm.get(f"k8 {correction} lr1", []) for correction in ("disabled", "decoupled_seq_is"))
+    began = " or ".join(sorted({f"{found[0]:.3f}" for run in (*without, *weighed) if (found := accuracies(run))}))
+    text = (
+        f"In short: with samples up to eight steps old, accuracy went from {began} to {in_words(last_accuracies(without))} (one "
+        f"number for each seed) without correction, and to {in_words(last_accuracies(weighed))} with sequence weights."
+    )
+    return [textwrap.fill(text, 100)] if without and weighed else []
+
+
 def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
     """A Markdown table with a row for each arm; a mean that no arm has gets no column."""
     means = {title: [_mean(found, name) for _, found in by_arm(study, runs)] for title, name in MEANS.items()}
@@ -73,8 +95,7 @@ def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
     titles = ["arm", "accuracy at the end, by seed", "mean", "90 % interval", "collapsed", *means]
     rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for place, (arm, found) in enumerate(by_arm(study, runs)):
-        last = [found_there[-1] for run in found if (found_there := accuracies(run))]
-        ends = ", ".join(f"{value:.3f}" for value in last) or "—"
+        last = last_accuracies(found)
         mean = f"{sum(last) / len(last):.3f}" if last else "—"
         # With one seed nothing is known of others.
         bounds = " to ".join(f"{bound:.3f}" for bound in interval(last)) if len(last) > 1 else "—"
@@ -82,7 +103,7 @@ def table(study: Study, runs: Mapping[tuple[str, int], Run]) -> list[str]:
         if steps := steps_of_collapse(found):
             collapsed += f": {', '.join(f'seed {seed} at step {step}' for seed, step in steps.items())}"
         further = [cells[place] for cells in means.values()]
-        rows.append(f"| {' | '.join([arm, ends, mean, bounds, collapsed, *further])} |")
+        rows.append(f"| {' | '.join([arm, in_words(last), mean, bounds, collapsed, *further])} |")
     return rows
 
 

@@ -14,7 +14,7 @@ from evidence import machine
 from evidence.machine import cores_of, refused
 from evidence.runs import MixedResultsError, NotStartedError, Run, known_runs, missing, prepare, quick, run_all, run_in
 from evidence.studies import ACCURACY, STUDIES, Study, Task
-from evidence.tables import has_collapsed, interval, minutes_of, section, steps_of_collapse
+from evidence.tables import has_collapsed, headline, interval, minutes_of, section, steps_of_collapse
 from recipe_arguments import ROOT, arguments_of
 
 from verl_rc.config.load import load_run_config
@@ -245,6 +245,18 @@ def test_asynchronous_arms_need_more_than_one_core() -> None:
     assert set(refused(study, list(study.arms), on_one_core=True)) == {"k1"}
     everywhere = replace(study, common=("async=one_step_off",))
     assert set(refused(everywhere, list(study.arms), on_one_core=True)) == {"k0", "k1"}
+
+
+def test_the_headline_has_every_seed_and_waits_for_both_arms() -> None:
+    runs = {
+        (arm, seed): Run(arm, seed, [], 0, 0.0, {ACCURACY: [(0, 0.25), (1, end + seed / 10)]})
+        for arm, end in (("k8 disabled lr1", 0.0), ("k8 decoupled_seq_is lr1", 0.5))
+        for seed in (1, 2, 3)
+    }
+    (told,) = headline(STUDIES["staleness"], runs)
+    assert "from 0.250 to 0.100, 0.200, 0.300 (one" in told.replace("\n", " ")
+    assert "to 0.600, 0.700, 0.800 with sequence" in told.replace("\n", " ")
+    assert headline(STUDIES["staleness"], {key: run for key, run in runs.items() if key[0] == "k8 disabled lr1"}) == []
 
 
 def test_a_partial_study_says_so_and_has_no_empty_column(tmp_path: Path) -> None:
