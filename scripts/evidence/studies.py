@@ -96,7 +96,8 @@ def _staleness() -> Study:
     frozen = {f"frozen {correction} lr1": (*arms[f"k0 {correction} lr1"], *UNGUARDED) for correction in CORRECTIONS}
     return Study(
         question="Samples come from weights that are up to k steps old. What does that cost, and what does correction give back? "
-        "Worst case: engines are frozen, and all samples come from the weights that the run began with.",
+        "Worst case: engines are frozen, and all samples come from the weights that the run began with; only validations sample "
+        "from the newest.",
         expectation="At the usual learning rate (lr1) all arms learn alike. At four times that rate (lr4) and k = 8 the arm "
         "without correction falls behind or breaks, and token weights keep most of what k = 0 reaches. Before the first run "
         "with k = 2 and with frozen engines: k = 2 lies between 1 and 4. With frozen engines the arm without correction "
@@ -115,7 +116,7 @@ def _staleness() -> Study:
         minutes=2.5,
         figures=CORRECTIONS,
         quick=("k8 disabled lr1", "k8 decoupled_seq_is lr1"),
-        planted=dict.fromkeys(frozen, "skip_every_sync"),
+        planted=dict.fromkeys(frozen, "frozen"),
         would_change="A seed at the usual rate whose run without correction ends above those with weights at k = 4 or 8. The "
         "order of the corrections may be another one for long answers, whose sequence weights vary more, and at rates between "
         "these two.",

@@ -35,6 +35,7 @@ class PlantedEngine(RolloutEngine):
 
     def __init__(self, options: EngineOptions) -> None:
         self._planted, self._held = planted(), dict[str, Tensor]()
+        self._first, self._holds_first = dict[str, Tensor](), False
         self._chance = torch.Generator().manual_seed(7)
         if "banned_stop" in self._planted:
             make = vllm_sampler.sampling_parameters
@@ -50,8 +51,24 @@ class PlantedEngine(RolloutEngine):
             self._loop.call(_report_raw)
 
     def submit(self, samples: Sequence[QueuedSample]) -> None:
-        """Queue samples with other options."""
+        """Queue samples with other options; a frozen engine samples from its first weights, and validates the newest."""
+        if "frozen" in self._planted:
+            self._hold(first=any(sample.options.temperature > 0 for sample in samples))
         super().submit([replace(sample, options=self._other(sample.options)) for sample in samples])
+
+    def _hold(self, *, first: bool) -> None:
+        if first == self._holds_first:
+            return
+
+        def load(sampler: Any) -> None:
+            transfer = sampler.weight_receiver()
+            transfer.start_weight_update()
+            transfer.model.load_weights((self._first if first else self._held).items())
+            transfer.finish_weight_update()
+
+        self._loop.call(load)
+        self.reset_prefix_cache()
+        self._holds_first = first
 
     def generate(self, requests: Any, options: SamplingOptions) -> Completions:
         """Sample with other options."""
@@ -80,6 +97,7 @@ class PlantedEngine(RolloutEngine):
             return super().receive_weights(manifest, bucket_bytes, version)
         finally:
             transfer.model.load_weights = load
+            self._first, self._holds_first = self._first or dict(self._held), False
 
     def _skips(self, version: int) -> bool:
         return "skip_every_sync" in self._planted or ("skip_one_sync" in self._planted and version == SKIPPED_VERSION)
