@@ -114,7 +114,7 @@ def _staleness() -> Study:
         arms=arms | frozen,
         seeds=(1, 2, 3),
         minutes=2.5,
-        figures=CORRECTIONS,
+        figures=("k0", "k1", "k2", "k4", "k8", "frozen"),
         quick=("k8 disabled lr1", "k8 decoupled_seq_is lr1"),
         planted=dict.fromkeys(frozen, "frozen"),
         would_change="A seed at the usual rate whose run without correction ends above those with weights at k = 4 or 8. The "
