@@ -45,7 +45,7 @@ LONG_RUN = (
     *("trainer.total_training_steps=40", "trainer.test_freq=10", "trainer.save_freq=-1", "trainer.report=never"),
     *("actor_rollout_ref.actor.optim.lr=5e-5", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"),
 )
-"""Overrides of every run on the long task. Twice this rate unlearns the task within five steps of some seeds, corrected or not."""
+"""Overrides of every run on the long task. At twice this rate a model may unlearn it in five steps, corrected or not."""
 
 SHORT_RUN = (
     *("task=digits", "hardware=cpu", "trainer.report=never"),
