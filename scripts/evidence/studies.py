@@ -104,12 +104,14 @@ def _staleness() -> Study:
         "breaks; sequence weights keep most, until their ESS is used up; token weights and bypass mode's clip break later "
         "than no correction.",
         found="At the usual learning rate accuracy without correction falls with every step of age, from the first one on: the "
-        "expectation was wrong there. In step all corrections learn alike, and one step old they keep that but for a few "
-        "hundredths. At four steps bypass mode's clip keeps nearly all of it, and weights fall behind; at eight sequence weights "
-        "keep nearly all, though their ESS is the lowest, and the run without correction is broken. At four times the rate runs "
-        "in step learn little: those with token weights most in each seed, those without correction and with bypass "
-        "mode's clip least, and one with sequence weights breaks. One step and more old every run breaks at that rate, but for "
-        "bypass mode's at one step.",
+        "expectation was wrong there. In step all corrections learn alike, and up to two steps old they keep that but for "
+        "a few hundredths. At four steps bypass mode's clip keeps nearly all of it, and weights fall behind; at eight "
+        "sequence weights keep nearly all, though their ESS is the lowest, and the run without correction is broken. "
+        "Frozen engines show it best, and no seed of one correction overlaps another's: without correction runs end far "
+        "below where they began, token weights gain some, bypass mode's clip more, and sequence weights nearly what "
+        "runs in step do. At four times the rate runs in step learn little: those with token weights most in each seed, "
+        "those without correction and with bypass mode's clip least, and one with sequence weights breaks. One step and "
+        "more old every run breaks at that rate, but for bypass mode's at one step.",
         common=(*SHORT_RUN, _FP8_WEIGHTS),
         arms=arms | frozen,
         seeds=(1, 2, 3),
