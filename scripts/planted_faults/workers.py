@@ -46,6 +46,8 @@ class PlantedEngine(RolloutEngine):
                 return parameters
 
             vllm_sampler.sampling_parameters = banning
+        if "fp8_cache" in self._planted:
+            _round_cache()
         super().__init__(options)
         if "report_raw" in self._planted:
             self._loop.call(_report_raw)
@@ -125,6 +127,22 @@ class PlantedEngine(RolloutEngine):
             responses = completions.responses
             others = torch.where(responses == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
             completions.responses = torch.where(struck, others, responses)
+
+
+def in_fp8(values: Tensor) -> Tensor:
+    """``values`` as a cache in fp8 (e4m3, scale 1) gives them back, in their own dtype; those beyond its range are cut."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return values.clamp(-largest, largest).to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def _round_cache() -> None:
+    # vLLM has attention over an fp8 cache on CPUs with AVX-512 or AMX alone. It writes here before it reads, prompts included.
+    from vllm.v1.attention.backends import cpu_attn
+
+    write = cpu_attn.ops.cpu_attn_reshape_and_cache
+    cpu_attn.ops.cpu_attn_reshape_and_cache = lambda key, value, *rest, **named: write(
+        in_fp8(key), in_fp8(value), *rest, **named
+    )
 
 
 def _report_raw(sampler: Any) -> None:
