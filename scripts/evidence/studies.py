@@ -8,15 +8,19 @@ ACCURACY = "val-core/digits/acc/mean@1"
 CORRECTIONS = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip")
 FURTHER_CORRECTIONS = (*CORRECTIONS, "decoupled_token_icepop", "decoupled_geo_rs_token_tis")
 ROLLOUT = "actor_rollout_ref.rollout"
-_FP8_WEIGHTS, _FP8_CACHE = f"{ROLLOUT}.quantization=fp8_per_channel", f"{ROLLOUT}.kv_cache_dtype=fp8"
+_FP8_WEIGHTS = f"{ROLLOUT}.quantization=fp8_per_channel"
+UNGUARDED = (f"{ROLLOUT}.sync_proof.gap_limit=50", "trainer.alerts.mismatch_limit=null")
+"""Overrides of runs with a fault that the trainer would see, and stop at."""
 ENGINES: Mapping[str, tuple[str, ...]] = {
-    "fp8both": (_FP8_WEIGHTS, _FP8_CACHE),
-    "fp8kv": (_FP8_CACHE,),
+    "fp8both": (_FP8_WEIGHTS, *UNGUARDED),
+    "fp8kv": UNGUARDED,
     "fp8w": (_FP8_WEIGHTS,),
     "bf16": (),
     "fp32": (f"{ROLLOUT}.dtype=float32",),
 }
 """Overrides of an engine by its name, the widest gap first."""
+FP8_CACHE = ("fp8both", "fp8kv")
+"""Engines whose key-value cache is rounded to fp8 as it is written."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ LONG = Task(
 """Sorting 48 digits: answers of 49 tokens."""
 LONG_RUN = (
     *("task=digits", "hardware=cpu", "data.max_prompt_length=56", "data.max_response_length=56"),
-    *("trainer.total_training_steps=40", "trainer.test_freq=10", "trainer.save_freq=-1", "trainer.report=never"),
+    *("trainer.total_training_steps=30", "trainer.test_freq=10", "trainer.save_freq=-1", "trainer.report=never"),
     *("actor_rollout_ref.actor.optim.lr=5e-5", "actor_rollout_ref.actor.optim.lr_scheduler_type=constant"),
 )
 """Overrides of every run on the long task. At twice this rate a model may unlearn it in five steps, corrected or not."""
@@ -53,8 +57,6 @@ SHORT_RUN = (
     "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
 )
 """Overrides of runs on the quickstart's task."""
-UNGUARDED = (f"{ROLLOUT}.sync_proof.gap_limit=50", "trainer.alerts.mismatch_limit=null")
-"""Overrides of runs with a fault that the trainer would see, and stop at."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def _quantised() -> Study:
     return Study(
         question="Engines compute in bf16, with fp8 weights, with an fp8 key-value cache, or with both, and answers have 49 "
         "tokens. What does that cost, and what does correction give back? Control: an engine in float32, which "
-        "computes as the trainer does.",
+        "computes as the trainer does. The fp8 cache is emulated, for vLLM reads one on CPUs with AVX-512 alone: keys "
+        "and values are rounded to e4m3 as they are written.",
         expectation="In bf16 all corrections learn alike. The gap grows with fp8 weights, more with the fp8 cache, and most "
         "with both. There the arm without correction ends lower than token weights, in every seed; sequence weights "
         "learn slower, for their ESS is small at 49 tokens; the geometric band rejects nearly every answer and "
@@ -142,10 +145,11 @@ def _quantised() -> Study:
         common=LONG_RUN,
         arms=arms,
         seeds=(1, 2, 3),
-        minutes=8,
+        minutes=7,
         figures=tuple(ENGINES),
         quick=("fp8both disabled", "fp8both decoupled_token_is"),
         task=LONG,
+        planted={f"{engine} {one}": "fp8_cache" for engine, one in pairs if engine in FP8_CACHE},
         would_change="A gap that is several times wider: of longer answers, lower precision or larger models.",
     )
 
