@@ -8,10 +8,10 @@ from collections.abc import Collection
 import torch
 from evidence.studies import Study
 
-from verl_rc.rollout.fp8_products import require_fp8_cache, time_fp8_products
+from verl_rc.rollout.fp8_products import SlowFp8Error, time_fp8_products
 
-FP8_WEIGHTS, FP8_CACHE = "actor_rollout_ref.rollout.quantization=fp8", "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
-"""How overrides begin that make engines compute in fp8, and keep what they computed."""
+FP8_WEIGHTS = "actor_rollout_ref.rollout.quantization=fp8"
+"""How overrides begin that make engines compute in fp8."""
 ASYNCHRONOUS = "async="
 """How overrides begin that let engine and trainer work at the same time."""
 
@@ -41,14 +41,11 @@ def refused(study: Study, arms: Collection[str], *, on_one_core: bool = False) -
     """Why each arm that this machine cannot run at a bearable speed, or not on one core, is not to be run here, by arm."""
     why = "engine and trainer of an asynchronous run need a core each; run these without --cores"
     reasons = dict.fromkeys(having(study, arms, ASYNCHRONOUS), why) if on_one_core else {}
-    for start, check in ((FP8_WEIGHTS, lambda: time_fp8_products().implementation), (FP8_CACHE, require_fp8_cache)):
-        needing = having(study, arms, start)
-        if not needing:
-            continue
+    if needing := having(study, arms, FP8_WEIGHTS):
         try:
-            check()
-        except ValueError as error:
-            reasons |= {arm: str(error) for arm in needing}
+            time_fp8_products().describe()
+        except SlowFp8Error as error:
+            reasons |= dict.fromkeys(needing, str(error))
     return reasons
 
 

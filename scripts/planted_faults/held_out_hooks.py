@@ -1,4 +1,4 @@
-"""What held-out faults change, each by itself: it needs no vLLM, so that unit tests can run it."""
+"""What faults change, each by itself: it needs no vLLM, so that unit tests can run it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -44,6 +44,12 @@ def with_prefix(request: GenerationRequest, planted: Mapping[str, str]) -> Gener
 def misses_update(planted: Mapping[str, str], first_rank: int, version: int) -> bool:
     """Whether an engine, whose first worker has ``first_rank`` in the transfer group, keeps its weights in this update."""
     return ("skip_every_second_sync" in planted and version % 2 == 1) or ("stale_second_engine" in planted and first_rank > 1)
+
+
+def in_fp8(values: Tensor) -> Tensor:
+    """``values`` as a cache in fp8 (e4m3, scale 1) gives them back, in their own dtype; those beyond its range are cut."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return values.clamp(-largest, largest).to(torch.float8_e4m3fn).to(values.dtype)
 
 
 def in_int8(weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from planted_faults.faults import planted
+from planted_faults.held_out_hooks import in_fp8
 from torch import Tensor
 
 from verl_rc.data.batches import Completions, TokenBatch, TokenScores, TrainBatch
@@ -127,12 +128,6 @@ class PlantedEngine(RolloutEngine):
             responses = completions.responses
             others = torch.where(responses == FIRST_DIGIT + 1, FIRST_DIGIT + 2, FIRST_DIGIT + 1)
             completions.responses = torch.where(struck, others, responses)
-
-
-def in_fp8(values: Tensor) -> Tensor:
-    """``values`` as a cache in fp8 (e4m3, scale 1) gives them back, in their own dtype; those beyond its range are cut."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    return values.clamp(-largest, largest).to(torch.float8_e4m3fn).to(values.dtype)
 
 
 def _round_cache() -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from planted_faults.held_out_hooks import in_int8, misses_update, other_parameters, with_prefix, without_adapters
+from planted_faults.held_out_hooks import in_fp8, in_int8, misses_update, other_parameters, with_prefix, without_adapters
 from torch import nn
 
 from verl_rc.config.models import ModelConfig
@@ -101,3 +101,10 @@ def test_adapters_are_sent_or_left_out() -> None:
     assert torch.equal(sent[MergedWeights], torch.full((2, 3), 5.0))
     assert torch.equal(sent[without_adapters], torch.ones(2, 3))
     assert without_adapters(model, config).shapes() == MergedWeights(model, config).shapes()
+
+
+def test_a_rounded_cache_holds_what_fp8_can_say() -> None:
+    """e4m3 has three bits behind the first one, a smallest number of 2^-9 and a largest of 448; ties go to the even one."""
+    given = torch.tensor([1.0625, 1.07, -0.3, 500.0, -1e4, 2.0**-9, 2.0**-11], dtype=torch.bfloat16)
+    assert in_fp8(given).tolist() == [1.0, 1.125, -0.3125, 448.0, -448.0, 2.0**-9, 0.0]
+    assert in_fp8(given).dtype == torch.bfloat16
