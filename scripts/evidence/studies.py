@@ -235,8 +235,8 @@ def _decisions() -> Study:
         minutes=2.5,
         figures=("rejection", "weights", "bounds", "bypass"),
         quick=("bypass policy-gradient", "bypass clip"),
-        would_change="Fresh samples, of which few are rejected: the decisions would then weigh little. Long answers, where a "
-        "band for whole rows rejects most of them.",
+        would_change="With fresh samples few rows are rejected, and the decisions weigh little. With long answers a band for "
+        "whole rows rejects most of them.",
     )
 
 
