@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from verl_rc.metrics.bounds import PLAUSIBLE_NOISE
 from verl_rc.metrics.health import HealthHistory, judge_health
 
 ESS = "rollout_corr/rollout_is_eff_sample_size"  # healthy from 0.5 to 1
@@ -64,6 +65,12 @@ def test_outside_and_not_a_number_are_not(value):
 
 def test_other_metrics_and_those_without_a_range_are_left_alone():
     metrics = {"actor/pg_clipfrac": 0.9, "rollout_corr/chi2_seq": 1e9, "critic/vf_explained_var": -5.0}
+    assert not Monitor(patience=1).observe(metrics, 1)
+
+
+def test_the_noise_of_an_fp8_cache_is_no_fault_of_a_run():
+    noise = PLAUSIBLE_NOISE["fp8_kv_cache"]
+    metrics = {"rollout_corr/logit_noise": noise, "rollout_corr/logit_noise_floor": noise}
     assert not Monitor(patience=1).observe(metrics, 1)
 
 
