@@ -186,7 +186,7 @@ def test_the_critics_operands() -> None:
     assert plan is not None
     assert plan.aggregation == "token-mean"
     step = scored_step(config)
-    batch = critic_batch(step.batch, INPUTS.evaluations)
+    batch = critic_batch(step.batch, INPUTS.evaluations).clone()  # other tests share INPUTS
     values = perturbed(batch.old_values, seed=1)
 
     def loss(of: CriticBatch, current: Tensor) -> Tensor:
