@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from verl_rc.metrics.bounds import PLAUSIBLE_NOISE
 from verl_rc.tensor_ops import LOG_RATIO_BOUND
 
 _BINS_PER_OCTAVE = 16
@@ -65,6 +66,8 @@ def percentiles(counts: Sequence[float], percents: Sequence[float]) -> dict[floa
 def pareto_k(counts: Sequence[float]) -> float | None:
     """The shape k of the upper tail of ``exp(l)`` for the log-ratios in a histogram; None when the tail is too short to tell.
 
+    None, too, when rounding of float32 alone makes the tail: k tells its shape, not its size, and such weights are all 1.
+
     The tail is the ``min(n / 5, 3 sqrt(n))`` largest of n, rounded up to whole bins; k is fitted by Zhang and Stephens (2009)
     and drawn towards 1/2 by ten prior draws (Pareto-smoothed importance sampling: Vehtari et al., arXiv:1507.02646). Moments of
     order 1/k and more do not exist: above 0.5 the weights have no variance, above 0.7 averages of practical size are unreliable.
@@ -76,7 +79,7 @@ def pareto_k(counts: Sequence[float]) -> float | None:
         if counts[index] and seen < wanted:
             tail.append(index)
             seen += counts[index]
-    if seen < 5 or len(tail) < 2 or seen >= total:
+    if seen < 5 or len(tail) < 2 or seen >= total or bin_value(tail[0]) < PLAUSIBLE_NOISE["float32"]:
         return None
     bound = -SMALLEST if tail[-1] == BINS_PER_SIDE else HISTOGRAM_EDGES[tail[-1]]
     largest = bin_value(tail[0])  # weights relative to it: exp cannot overflow

@@ -101,7 +101,8 @@ _FULL: tuple[tuple[str, str, str, Bounds | None], ...] = (
     (
         "rollout_is_pareto_k",
         "1",
-        "shape of the tail of the raw weights; above the healthy range averages over them are unreliable",
+        "shape of the tail of the raw weights; above the healthy range averages over them are unreliable; left out where "
+        "rounding of float32 alone makes the tail",
         (-1, 0.7),
     ),
     ("rollout_is_ess_raw_{level}", "1", "(Σw)² / (n Σw²) of the raw weights over tokens, rows or prompts", (0.3, 1)),
